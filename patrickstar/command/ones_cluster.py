@@ -234,7 +234,7 @@ def _table(rows: list[Row]) -> Any:
         made.add_row(
             row.name,
             row.state,
-            str(row.num_gpus),
+            f"{row.num_gpus} {row.gpu_type}".strip(),
             str(row.global_batch or ""),
             f"{row.noise_scale:.3g}" if row.noise_scale else "",
             str(row.num_steps),

@@ -8,27 +8,26 @@ Old rank 0 leads. A joining process announces itself and waits. The leader picks
 invitation, reads their answers, and decides. The decision is one key that is written once (:meth:`Rendezvous.decide`).
 Until it is written old ranks keep all their data; once it says "resize", there is no way back.
 
-A waiting process watches the heartbeat of the process it waits for, so a killed process is noticed within seconds.
+A waiting process watches the heartbeat of the process it waits for (``heartbeats.py``).
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import enum
 import json
 import os
 import socket
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from patrickstar import _C
+from patrickstar.elastic.heartbeats import BEAT_SECONDS, Heartbeat, Life, beating
 from patrickstar.ranks.addresses import LOOPBACK, join_address, listen, listening_address, split_address
 from patrickstar.ranks.authenticated_store import AuthenticatedStore, ServedStore
 from patrickstar.ranks.failures import first_line
@@ -45,8 +44,6 @@ from patrickstar.ranks.run_secret import (
 ADDRESS_VARIABLE = "PATRICKSTAR_ELASTIC"
 """The environment variable that names the store, "host:port"."""
 _PREFIX = "patrickstar/elastic"
-_BEAT_SECONDS = 0.05
-_GONE_SECONDS = 5.0  # without a heartbeat; allows for a loaded machine
 _POLL_SECONDS = 0.005
 CONNECT_SECONDS = 60.0
 _PURPOSE = "rendezvous"
@@ -198,7 +195,7 @@ class Rendezvous:
         Raises:
             ResizeError: the heartbeat has stopped, or the timeout has passed.
         """
-        return self._wait(self._base, key, f"beat/{beating}", timeout_seconds, whom)
+        return self._wait(self._base, key, beating, timeout_seconds, whom)
 
     def await_any(self, keys: Mapping[str, str], timeout_seconds: float) -> set[str]:
         """Waits until each of some processes has set its key of :attr:`store`, or is gone.
@@ -213,19 +210,15 @@ class Rendezvous:
         Raises:
             ResizeError: one lives and has not set its key within the timeout, or the store is gone.
         """
-        began = time.monotonic()
-        beats = {name: (b"", began) for name in keys}
+        deadline = time.monotonic() + timeout_seconds
         try:
+            heartbeats = {name: Heartbeat(self._base, name) for name in keys}
             while True:
                 there = {name for name, key in keys.items() if self._base.check([key])}
-                now = time.monotonic()
-                for name in keys.keys() - there:
-                    if (beat := self._get(f"beat/{name}")) != beats[name][0]:
-                        beats[name] = beat, now
-                living = [name for name in keys.keys() - there if now - beats[name][1] <= _GONE_SECONDS]
+                living = [name for name in keys.keys() - there if heartbeats[name].look() is not Life.ENDED]
                 if not living:
                     return there
-                if now - began > timeout_seconds:
+                if time.monotonic() > deadline:
                     raise ResizeError(f"process {living[0]}: no word within {timeout_seconds:g} s, and it lives")
                 time.sleep(10 * _POLL_SECONDS)
         except dist.DistError as error:
@@ -240,7 +233,7 @@ class Rendezvous:
             ResizeError: they did not arrive within the timeout.
         """
         deadline = time.monotonic() + timeout_seconds
-        beats: dict[int, tuple[bytes, float]] = {}
+        heartbeats: dict[int, Heartbeat] = {}
         alive: list[int] = []
         while len(alive) < num_joining:
             if time.monotonic() > deadline:
@@ -252,12 +245,10 @@ class Rendezvous:
             for number in range(1, self._store.add("arrived", 0) + 1):
                 if self._store.check([f"taken/{number}"]):
                     continue
-                beat = self._get(f"beat/{number}")
-                first, _ = beats.setdefault(number, (beat, time.monotonic()))
-                if beat != first and time.monotonic() - beats[number][1] < _GONE_SECONDS:
+                if number not in heartbeats:
+                    heartbeats[number] = Heartbeat(self._base, number)
+                if heartbeats[number].look() is Life.BEATING:
                     alive.append(number)
-                if time.monotonic() - beats[number][1] >= _GONE_SECONDS:
-                    beats[number] = (beat, time.monotonic())  # needs a new heartbeat
             time.sleep(_POLL_SECONDS)
         chosen = alive[:num_joining]
         for number in chosen:
@@ -278,7 +269,7 @@ class Rendezvous:
         deadline = time.monotonic() + timeout_seconds
         for number in numbers:
             left = max(deadline - time.monotonic(), 0.0)
-            said = self._wait(self._store, f"answer/{number}", f"beat/{number}", left, f"process {number} that joins")
+            said = self._wait(self._store, f"answer/{number}", number, left, f"process {number} that joins")
             if said != "ready":
                 raise ResizeError(f"process {number} cannot join: {said}")
 
@@ -314,58 +305,22 @@ class Rendezvous:
         Raises:
             ResizeError: the leader is gone, or the timeout has passed.
         """
-        return Decision(
-            self._wait(self._store, f"decision/{token}", f"beat/{token}", timeout_seconds, "the rank that leads")
-        )
+        return Decision(self._wait(self._store, f"decision/{token}", token, timeout_seconds, "the rank that leads"))
 
     # Both.
 
-    @contextlib.contextmanager
-    def beating(self, name: int | str, every_seconds: float = _BEAT_SECONDS) -> Iterator[None]:
+    def beating(self, name: int | str, every_seconds: float = BEAT_SECONDS) -> contextlib.AbstractContextManager[None]:
         """Context with a heartbeat thread, for a joining process's number, a leader's token, or a rank's process."""
-        connection = self._base.other_connection(CONNECT_SECONDS)
-        store = dist.PrefixStore(_PREFIX, connection)  # keeps the connection alive ([Note: references to stores])
-        over = threading.Event()
+        return beating(self._base, name, every_seconds)
 
-        def run() -> None:
-            count = 0
-            with contextlib.suppress(RuntimeError):  # the store is gone: a waiter raises the error
-                while not over.is_set():
-                    count += 1
-                    store.set(f"beat/{name}", str(count))
-                    over.wait(every_seconds)
-
-        thread = threading.Thread(target=run, name="patrickstar-rendezvous", daemon=True)
-        thread.start()
-
-        def stop() -> None:
-            over.set()
-            thread.join(_GONE_SECONDS)
-
-        atexit.register(
-            stop
-        )  # a script may end within the context, and a thread must not run when the interpreter ends
+    def _wait(self, store: dist.Store, key: str, heartbeat: int | str | None, timeout_seconds: float, whom: str) -> str:
+        deadline = time.monotonic() + timeout_seconds
         try:
-            yield
-        finally:
-            atexit.unregister(stop)
-            stop()
-            connection.close()
-
-    def _get(self, key: str) -> bytes:
-        return self._store.get(key) if self._store.check([key]) else b""
-
-    def _wait(self, store: dist.Store, key: str, beat_key: str | None, timeout_seconds: float, whom: str) -> str:
-        now = time.monotonic()
-        deadline, beat, seen_at = now + timeout_seconds, b"", now
-        try:
+            watched = None if heartbeat is None else Heartbeat(self._base, heartbeat)
             while not store.check([key]):
-                now = time.monotonic()
-                if beat_key is not None and (latest := self._get(beat_key)) != beat:
-                    beat, seen_at = latest, now
-                if beat_key is not None and now - seen_at > _GONE_SECONDS:
-                    raise ResizeError(f"{whom}: no sign of life for {_GONE_SECONDS:g} s; see its output")
-                if now > deadline:
+                if watched is not None and watched.look() is Life.ENDED and not store.check([key]):
+                    raise ResizeError(f"{whom}: its process has ended, or is cut off; see its output")
+                if time.monotonic() > deadline:
                     raise ResizeError(f"{whom}: no word within {timeout_seconds:g} s")
                 time.sleep(_POLL_SECONDS)
             return store.get(key).decode()

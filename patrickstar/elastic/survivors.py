@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -133,11 +133,9 @@ class RollCall:
         self._number = 0
         self._survivors: tuple[str, ...] = ()
 
-    @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
+    def beating(self) -> contextlib.AbstractContextManager[None]:
         """Context in which this process counts as living."""
-        with self._meeting.beating(self.name, _BEAT_SECONDS):
-            yield
+        return self._meeting.beating(self.name, _BEAT_SECONDS)
 
     def hold(self, number: int, report: Report) -> Verdict:
         """Waits for the reports of all processes that live, and returns the same verdict on all of them.

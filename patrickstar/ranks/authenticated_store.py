@@ -46,6 +46,7 @@ class _Request(enum.IntEnum):
     DELETE = 6
     WAIT = 7
     COUNT = 8
+    SET_AT_END = 9
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:
@@ -73,16 +74,24 @@ class _Table:
 
     def serve(self, client: AuthenticatedConnection) -> None:
         """Answers a client's requests until the connection ends."""
-        while True:
-            body = client.receive()
-            try:
-                request, *parts = _unpack(body)
-                answer = self._answer(_Request(request[0]), parts)
-            except (ValueError, TypeError, LookupError, struct.error) as error:
-                raise ConnectionError("a request of another version") from error
-            client.send(_pack(answer))
+        at_end: dict[bytes, bytes] = {}
+        try:
+            while True:
+                body = client.receive()
+                try:
+                    request, *parts = _unpack(body)
+                    answer = self._answer(_Request(request[0]), parts, at_end)
+                except (ValueError, TypeError, LookupError, struct.error) as error:
+                    raise ConnectionError("a request of another version") from error
+                client.send(_pack(answer))
+        finally:
+            with self._changed:
+                for key, value in at_end.items():
+                    if value:
+                        self._values.setdefault(key, value)
+                self._changed.notify_all()
 
-    def _answer(self, request: _Request, parts: list[bytes]) -> list[bytes]:
+    def _answer(self, request: _Request, parts: list[bytes], at_end: dict[bytes, bytes]) -> list[bytes]:
         with self._changed:
             match request:
                 case _Request.SET:
@@ -117,6 +126,10 @@ class _Table:
                     return [_PRESENT if is_there else _ABSENT]
                 case _Request.COUNT:
                     return [b"%d" % len(self._values)]
+                case _Request.SET_AT_END:
+                    key, value = parts
+                    at_end[key] = value
+                    return []
 
 
 class AuthenticatedStore(_Base):
@@ -212,6 +225,14 @@ class AuthenticatedStore(_Base):
                 return
             if time.monotonic() >= deadline:
                 raise dist.DistStoreError(f"{', '.join(keys)} did not come within {seconds:g} s")
+
+    # Beyond that interface.
+
+    def set_at_end(self, key: str, value: str) -> None:
+        """Lets the server set a key, if it is absent, once this connection ends, as it does when this process is
+        killed. An empty value takes an earlier one back.
+        """
+        self._ask(_Request.SET_AT_END, key, value)
 
     def _ask(self, request: _Request, *parts: str | bytes) -> list[bytes]:
         if os.getpid() != self._process:

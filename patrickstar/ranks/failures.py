@@ -1,9 +1,9 @@
 """Failures of ranks: all ranks stop, and name the first at fault.
 
 A failure spreads: ranks that miss the failed one fail in turn. So a failing rank posts a notice in torch's store before
-it leaves; the first notice stays, and errors of all ranks quote it. A rank that cannot post (killed, or stuck) is named
-by a rank that misses it: at once if connections break, else by the rank before it, which watches its heartbeat, within
-the timeout.
+it leaves; the first notice stays, and errors of all ranks quote it. A store of a run with a secret posts it for a
+killed rank. Otherwise a rank that cannot post is named by a rank that misses it: at once if connections break, else by
+the rank before it, which watches its heartbeat, within the timeout.
 
 A heartbeat carries the rank's current call, and each new call sends one. Nothing breaks if a rank waits for another
 that does something else (one has a batch more, or saves while the others train). The wait ends with the timeout, and
@@ -12,6 +12,7 @@ the error lists each rank's call. It does so too after a rank was killed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -35,7 +36,7 @@ _BEAT_SECONDS = 0.5
 _LEAST_BEAT_SECONDS = 0.02  # minimum between heartbeats, however fast calls follow each other
 _GRACE_SECONDS = 2.0  # for the notice of a rank whose connections broke before it could post
 # Without torchrun's agent the store ends with rank 0's process: a stopping rank waits so that others can read the
-# notice.
+# notice. A store that PatrickStar serves lasts as long as the process, so the wait is at the process's end.
 _LINGER_SECONDS = 3 * _BEAT_SECONDS
 _STORE_ERRORS = (RuntimeError, OSError)
 
@@ -73,6 +74,18 @@ class FailureNotice:
             return self._store.compare_set(self._key, "", text).decode()
         except _STORE_ERRORS:
             return text
+
+    def post_at_end(self, text: str) -> None:
+        """Lets the store post `text` once this connection ends; empty: no more. Stores of PyTorch cannot."""
+        if isinstance(self._store, AuthenticatedStore):
+            self._store.set_at_end(self._key, text)
+
+    def linger(self) -> None:
+        """Keeps the store for other ranks that have not read the notice yet."""
+        if isinstance(self._store, AuthenticatedStore):
+            atexit.register(_sleep_until, time.monotonic() + _LINGER_SECONDS)
+        else:
+            time.sleep(_LINGER_SECONDS)
 
     def read(self) -> str | None:
         """The notice, or None. Raises RuntimeError if the store cannot be reached."""
@@ -143,13 +156,13 @@ class FailureWatch:
             communicator.abort()
 
     def announce(self, text: str) -> str:
-        """Posts a failure of this rank, or of a missing one. Waits for the other ranks to read it; returns the notice
-        in effect.
+        """Posts a failure of this rank, or of a missing one, which the other ranks have time to read. Returns the
+        notice in effect.
         """
         with contextlib.suppress(*_STORE_ERRORS):  # the thread may not have sent the last activity
             self._store.set(self._key(self._rank), f"0 {self.activity}")
         first = self.failure or self.notice.post(text)
-        time.sleep(_LINGER_SECONDS)
+        self.notice.linger()
         return first
 
     def activities(self) -> str:
@@ -174,6 +187,7 @@ class FailureWatch:
         self._thread.join(_GRACE_SECONDS)
         with contextlib.suppress(*_STORE_ERRORS):
             self._store.set(self._key(self._rank), _CLOSED)
+            self.notice.post_at_end("")
         self._communicators, self._stop_all = (), lambda: None
         self._store = self.notice._store = _NoStore()
 
@@ -187,6 +201,8 @@ class FailureWatch:
             self._news.clear()
             beat += 1
             try:
+                if beat == 1:
+                    self.notice.post_at_end(f"rank {self._rank}'s process has ended; see its output")
                 self._store.set(self._key(self._rank), f"{beat} {self.activity}")
                 failure = self.notice.read() or self._own_finding()
             except _STORE_ERRORS as error:
@@ -221,6 +237,10 @@ class FailureWatch:
             if seconds > self._timeout_seconds:
                 return f"rank {self._rank} in {self.activity}: a collective has not ended for {seconds:.0f} s"
         return None
+
+
+def _sleep_until(deadline: float) -> None:
+    time.sleep(max(deadline - time.monotonic(), 0.0))
 
 
 class _NoStore:

@@ -9,6 +9,7 @@ import torch
 from patrickstar import _C
 from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.failures import DisagreementError, abort_all
+from patrickstar.ranks.run_secret import SECRET_VARIABLE, write_secret
 from patrickstar.ranks.wording import describe_disagreement, format_ranks
 from tests.distributed import rank_outcomes, run_ranks
 
@@ -111,6 +112,27 @@ def test_a_stopped_process_is_missed_by_its_heartbeat():
     for outcome in survivors(outcomes, 1):
         print(outcome.error)
         assert f"rank 1 has given no sign of life for {TIMEOUT_SECONDS} s (seen by rank 0)" in outcome.error
+
+
+def wait_for_a_killed_rank():
+    with open_ranks(timeout_seconds=1000) as ranks, ranks.guard("computing"):
+        if ranks.context.rank == 1:
+            time.sleep(1)  # the others are in no call of which it is a part
+            kill_self()
+        while True:
+            ranks.gather.check()
+            time.sleep(0.05)
+
+
+def test_the_runs_store_tells_of_a_killed_rank(tmp_path):
+    write_secret(tmp_path / "secret")
+    own = {SECRET_VARIABLE: str(tmp_path / "secret")}
+    outcomes = rank_outcomes(
+        3, wait_for_a_killed_rank, environment=lambda _: own, timeout_seconds=PATIENCE_SECONDS
+    )  # fmt: skip
+    for outcome in survivors(outcomes, 1):
+        print(outcome.error)
+        assert "rank 1's process has ended; see its output" in outcome.error
 
 
 def open_and_close(timeout_seconds):

@@ -18,9 +18,7 @@ from patrickstar.elastic import (
     Orders,
     Rendezvous,
     ScaledRates,
-    rendezvous,
 )
-from patrickstar.ranks import failures
 from patrickstar.runtime import initialize_engine
 from tests.elastic import runs
 from tests.training import make_config
@@ -30,9 +28,9 @@ DECAY_STEPS, DECAY = 3, 0.9  # of the schedule
 LR, MICRO_BATCH, SEED = 1e-2, 3, 1
 
 
-def config() -> dict[str, Any]:
+def config(lr: float = LR) -> dict[str, Any]:
     found = make_config("fp32", default_chunk_size=16384, rank_timeout_seconds=60)
-    found["optimizer"]["params"]["lr"] = LR
+    found["optimizer"]["params"]["lr"] = lr
     return found
 
 
@@ -48,8 +46,6 @@ def follow(
     """Runs one process. ``orders``: ranks and batch, or None for a stop, by step. Its rank 0 gives them. ``death``: a
     process that dies, and its step; the others go on.
     """
-    if death is not None:
-        rendezvous._GONE_SECONDS, failures._GRACE_SECONDS = 1.5, 0.3
     dies_at = death[1] if death is not None and os.environ["RANK"] == str(death[0]) else -1
     engine, optimizer = initialize_engine(runs.build, 0, config())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, DECAY_STEPS, DECAY)
@@ -97,10 +93,12 @@ def follow(
     return result
 
 
-def replay(batches: dict[int, int], allowed: BatchRange = BATCHES, decay: float = DECAY) -> dict[str, Any]:
+def replay(
+    batches: dict[int, int], allowed: BatchRange = BATCHES, decay: float = DECAY, lr: float = LR
+) -> dict[str, Any]:
     """The same steps in plain PyTorch: each epoch's permutation is cut into these batches, one after the other."""
     model = runs.build()
-    optimizer = torch.optim.AdamW(model.parameters(), **config()["optimizer"]["params"])
+    optimizer = torch.optim.AdamW(model.parameters(), **config(lr)["optimizer"]["params"])
     _, inputs, targets = runs.samples().tensors
     epoch, cursor, num_samples, first, before, warmed = 0, 0, 0, 1.0, allowed.base, allowed.warmup_steps
     result: dict[str, Any] = {"losses": {}, "seen": {}, "rates": {}}
@@ -117,7 +115,7 @@ def replay(batches: dict[int, int], allowed: BatchRange = BATCHES, decay: float 
         generator = torch.Generator().manual_seed(SEED * 1_000_003 + epoch)
         order = torch.randperm(runs.NUM_SAMPLES, generator=generator)[cursor : cursor + batch]
         cursor += batch
-        rate = LR * decay ** (num_samples // allowed.base // DECAY_STEPS) * factor()
+        rate = lr * decay ** (num_samples // allowed.base // DECAY_STEPS) * factor()
         num_samples, warmed = num_samples + batch, warmed + 1
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()

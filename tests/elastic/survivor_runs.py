@@ -22,10 +22,9 @@ from patrickstar.elastic import (
     Orders,
     Rendezvous,
     ResizePhase,
-    rendezvous,
+    serve_rendezvous,
 )
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
-from patrickstar.ranks import failures
 from patrickstar.ranks.run_secret import default_secret_file
 from patrickstar.resize.copies import Copies
 from patrickstar.runtime import initialize_engine
@@ -74,7 +73,6 @@ def survive(
     """
     number = int(os.environ["RANK"])
     shards = shards.format(number)
-    rendezvous._GONE_SECONDS, failures._GRACE_SECONDS = 1.5, 0.3  # the tests' machine delays no heartbeat for so long
     config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=25)
     engine, optimizer = initialize_engine(build, int(os.environ["LOCAL_RANK"]), config)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
@@ -152,7 +150,7 @@ def survive(
 
 def survive_across_nodes(address: str, port: int, *arguments: Any, **options: Any) -> dict[str, Any]:
     """:func:`survive`, with a rendezvous that process 0 serves; it must not die."""
-    store = rendezvous.serve_rendezvous(address, port) if os.environ["RANK"] == "0" else None
+    store = serve_rendezvous(address, port) if os.environ["RANK"] == "0" else None
     while not default_secret_file(address, port).exists():
         time.sleep(0.05)
     try:
@@ -164,7 +162,6 @@ def survive_across_nodes(address: str, port: int, *arguments: Any, **options: An
 
 def survive_in_another_script(address: str, kind: str) -> dict[int, list[float]]:
     """Losses by step of a script with ``patrickstar.initialize`` or Accelerate, in which rank 1 of several dies."""
-    rendezvous._GONE_SECONDS, failures._GRACE_SECONDS = 1.5, 0.3
     dies = os.environ["RANK"] == "1"
     shared = {"default_chunk_size": 16384, "rank_timeout_seconds": 60}
     model, owner = build(), None

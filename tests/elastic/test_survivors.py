@@ -38,7 +38,8 @@ def outcomes_of(num_first, kills, log, *, num_joining=0, num_steps=NUM_STEPS, **
 
     def environment(number):
         first = {"WORLD_SIZE": str(num_first), "LOCAL_WORLD_SIZE": str(num_first)}
-        return {**ALONE, "PATRICKSTAR_ELASTIC_JOINS": "1"} if number >= num_first else first
+        own = {**ALONE, "PATRICKSTAR_ELASTIC_JOINS": "1"} if number >= num_first else first
+        return own | store.environment
 
     return rank_outcomes(
         num_first + num_joining,
@@ -170,7 +171,7 @@ def test_the_batch_becomes_the_nearest_that_the_others_can_share(redundancy, ste
     """The leader dies in a step of 27 samples, with copies in the first one; two ranks take 28, and later another."""
     store = serve_rendezvous("127.0.0.1", 0)
     orders = {1: (3, 24), 3: (3, 27), 6: (2, 20)}
-    first = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    first = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", **store.environment}
     outcomes = rank_outcomes(
         3, follow, f"127.0.0.1:{store.port}", orders, str(tmp_path), 9, 99 if redundancy == 0 else -1, (0, step),
         redundancy,

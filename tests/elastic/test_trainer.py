@@ -157,7 +157,7 @@ def test_prepared_data_loaders_keep_their_ranks():
 
 def check_death(plain, number, num_steps, folder):
     store = serve_rendezvous("127.0.0.1", 0)
-    first = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    first = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **store.environment}
     outcomes = rank_outcomes(
         2, follow_orders, f"127.0.0.1:{store.port}", {}, str(folder), None, None, GLOBAL_BATCH, (number, num_steps),
         environment=lambda _: first, timeout_seconds=100,

@@ -99,7 +99,8 @@ def test_losses_rates_and_samples_are_those_of_plain_pytorch(tmp_path):
 
 def test_a_killed_rank_costs_one_step_of_the_present_batch(tmp_path):
     """One of three ranks dies after the batch has grown; two take the nearest batch that they can share."""
-    store, first = serve_rendezvous("127.0.0.1", 0), {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    store = serve_rendezvous("127.0.0.1", 0)
+    first = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", **store.environment}
     outcomes = rank_outcomes(
         3, follow_orders, f"127.0.0.1:{store.port}", {2: (3, 21)}, str(tmp_path), None,
         OPTIONS | {"save_strategy": "no"}, BATCHES, (0, 4),

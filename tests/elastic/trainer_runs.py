@@ -18,11 +18,9 @@ from patrickstar.elastic import (
     Next,
     Orders,
     Rendezvous,
-    rendezvous,
 )
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainerMixin, ElasticTraining, LeftRun
-from patrickstar.ranks import failures
 from tests.elastic import runs
 from tests.integrations.trainer_runs import LENGTH, Tokens, arguments, engine_config, gpt2
 
@@ -134,8 +132,6 @@ def follow_orders(
 ) -> dict[str, Any]:
     """Runs one process; ``plan`` gives orders by step; ``death`` is a process and the steps after which it dies."""
     torch.set_num_threads(1)
-    if death is not None:
-        rendezvous._GONE_SECONDS, failures._GRACE_SECONDS = 1.5, 0.3
     counter = Count()
     trainer = ElasticTracing(
         gpt2(),

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from patrickstar import initialize_engine
 from patrickstar.elastic import ElasticLoader, ElasticRun, ElasticSampler, Next
+from tests.ones.seen import Notes
 
 GLOBAL_BATCH, NUM_SAMPLES = 12, 120
 
@@ -43,8 +44,7 @@ def main(folder, num_steps, step_seconds):
         look_seconds=0.1,
         redundancy=int(os.environ["REDUNDANCY"]) if "REDUNDANCY" in os.environ else None,
     )
-    address = os.environ.get("PATRICKSTAR_ELASTIC", "alone")  # differs each time that the job is started
-    seen = (folder / f"seen-{os.getpid()}").open("a")
+    seen = Notes(folder)
     while run.num_steps < num_steps:
         for micro_batches in ElasticLoader(data, sampler):
             with run.step():
@@ -52,9 +52,7 @@ def main(folder, num_steps, step_seconds):
                 for indices, x, y in micro_batches:
                     loss = nn.functional.mse_loss(engine(x), y)
                     engine.backward(loss / len(micro_batches))
-                    samples = " ".join(map(str, indices.tolist()))
-                    seen.write(f"{run.num_steps} {address} {run.num_lost} {time.time()} {samples}\n")
-                seen.flush()
+                    seen.add(run.num_steps, run.num_lost, loss.item(), indices.tolist())
                 optimizer.step()
                 time.sleep(step_seconds)
                 run.step_done(loss.item())

@@ -2,7 +2,6 @@
 user's cluster alone.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -11,25 +10,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import ray
 import torch
+from ray.util.placement_group import remove_placement_group
 
 from patrickstar.command.ones import main
-from patrickstar.elastic import BatchRange, LearningRateRule
 from patrickstar.ones.cluster.client import ClusterClient, ClusterError, StartOptions, start
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE
+from patrickstar.ones.cluster.ray_placement import place_groups
 from patrickstar.ones.cluster.submission import Submission
 from tests.distributed import ROOT, run_python
-from tests.elastic import batch_runs
-from tests.ones import batch_script, elastic_script, trainer_script
+from tests.ones import elastic_script, trainer_script
+from tests.ones.seen import steps_of
 
 SCRIPT = Path(elastic_script.__file__)
 TRAINER_SCRIPT = Path(trainer_script.__file__)
-BATCH_SCRIPT = Path(batch_script.__file__)
-BATCHES = BatchRange(min=6, base=12, max=48, rule=LearningRateRule.SQUARE_ROOT, warmup_steps=5)
 SCHEDULER = "scheduler"
 
 
@@ -102,16 +101,7 @@ def check(folder, alone):
 
 
 def samples_by_step(folder):
-    """Samples of each step; of a step that was repeated, those of the last time."""
-    lines = [line.split() for path in folder.glob("seen-*") for line in path.read_text().splitlines()]
-    starts = {}
-    for _, address, _, seconds, *_ in lines:
-        starts[address] = min(starts.get(address, float("inf")), float(seconds))
-    found = {}
-    for step, address, num_lost, _, *samples in lines:
-        time_of_step = (starts[address], int(num_lost))
-        found.setdefault(int(step), {}).setdefault(time_of_step, []).extend(samples)
-    return {step: times[max(times)] for step, times in found.items()}
+    return {number: step.samples for number, step in steps_of(folder).items()}
 
 
 def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_path):
@@ -125,7 +115,7 @@ def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_pat
     os.kill(killed, signal.SIGKILL)
     found = samples_by_step(tmp_path / "long").items()
     before = {step: samples for step, samples in found if len(samples) == elastic_script.GLOBAL_BATCH}
-    until_alive(client)
+    assert rows(client).keys() == {"long", "failing"}
     assert pid_of(SCHEDULER) != killed
     found = until(client, lambda found: all(row.state in ("finished", "failed") for row in found.values()))
 
@@ -165,16 +155,6 @@ def test_status_answers_while_a_job_waits_to_be_submitted(cluster):
         ray.get(submitted)
 
 
-def until_alive(client):
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ClusterError, ray.exceptions.RayError):
-            client.rows()
-            return
-        time.sleep(0.2)
-    raise AssertionError("the scheduler did not come back")
-
-
 @pytest.mark.slow
 def test_a_trainer_gets_the_gpus_of_a_job_that_has_ended(cluster, tmp_path):
     client, _ = cluster
@@ -204,8 +184,12 @@ def test_a_job_gets_the_gpus_of_one_that_has_ended_and_can_be_cancelled(cluster,
     submit(client, tmp_path / "broken", 60, environment=(("PYTHONPATH", "/nowhere"),))
     found = until(client, lambda found: found["broken"].state == "failed")
     assert "a rank ended with" in found["broken"].note
+    until_free(4)
+
+
+def until_free(num_gpus):
     deadline = time.monotonic() + 300
-    while ray.available_resources().get("GPU") != 4:
+    while ray.available_resources().get("GPU") != num_gpus:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -240,56 +224,6 @@ def test_what_the_command_says(cluster, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("patrickstar.__version__", "0.0.1")
     with pytest.raises(ClusterError, match="install the same version here and on all nodes"):
         ClusterClient()
-
-
-@pytest.mark.slow
-def test_twelve_jobs_share_four_gpus(cluster, tmp_path):
-    client, _ = cluster
-    alone = {num_steps: values_alone(tmp_path, num_steps) for num_steps in (40, 80)}
-    for number in range(12):
-        environment = (("FAIL_ONCE", "1"),) if number == 5 else ()
-        submit(client, tmp_path / f"job{number}", 80 if number % 3 == 0 else 40, environment=environment)
-    names = [f"job{number}" for number in range(12)]
-    until(client, lambda found: any(found[name].state == "finished" for name in names))
-    os.kill(pid_of("job:" + next(n for n, row in rows(client).items() if row.state == "running")), signal.SIGKILL)
-    found = until(client, lambda found: all(found[name].state == "finished" for name in names))
-    print({name: (found[name].num_resizes, found[name].num_failures) for name in names})
-    for number, name in enumerate(names):
-        check(tmp_path / name, alone[80 if number % 3 == 0 else 40])
-    assert sum(found[name].num_failures for name in names) >= 2
-
-
-@pytest.mark.slow
-def test_batches_change_and_survive_a_rank_and_the_scheduler(cluster, tmp_path):
-    client, _ = cluster
-    names = [f"batches{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        folder = tmp_path / name
-        folder.mkdir()
-        arguments = (str(folder), "2400", "0.05")
-        environment = (("FAIL_ONCE", "1"),) if number == 1 else ()
-        limits = (1, 1 + number, 1, 12, batch_script.runs.NUM_SAMPLES, (), BATCHES)
-        client.submit(Submission(name, str(BATCH_SCRIPT), arguments, str(folder), environment, *limits))
-    until(client, lambda found: any(found[name].noise_scale for name in names))
-    os.kill(pid_of(SCHEDULER), signal.SIGKILL)
-    until_alive(client)
-    found = until(client, lambda found: all(found[name].state in ("finished", "failed") for name in names))
-    assert [found[name].state for name in names] == ["finished"] * 4
-    assert found["batches1"].num_failures == 1
-    changed = set()
-    for name in names:
-        result = json.loads((tmp_path / name / "result.json").read_text())
-        plain = batch_runs.replay(dict(enumerate(result["batches"])), BATCHES, decay=1.0)
-        assert 2400 <= plain["num_samples"] < 2400 + BATCHES.max
-        for key, value in plain["state"].items():
-            torch.testing.assert_close(torch.tensor(result["values"][key]), value, rtol=2e-3, atol=5e-4)
-        if name != "batches1":
-            seen = samples_by_step(tmp_path / name)
-            assert {step: sorted(map(int, some)) for step, some in seen.items()} == {
-                step: sorted(some) for step, some in plain["seen"].items()
-            }
-        changed |= set(result["batches"])
-    assert len(changed) > 2
 
 
 def command(*arguments, home):
@@ -331,6 +265,24 @@ def test_a_start_that_fails_leaves_nothing_behind(cluster, tmp_path):
     assert set(Path("/tmp").glob("patrickstar-ray-*")) == before
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [line for line in commands if str(tmp_path).encode() in line]
+
+
+def test_a_start_that_waits_for_gpus_holds_none(cluster):
+    until_free(4)
+    job = Submission("job", str(SCRIPT), (), "/", (), 1, 4, 1, 12, 120)
+    first = place_groups(2, job, ())
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(place_groups, 3, job, ())
+        others = place_groups(2, job, ())  # not stopped by three that wait for a third GPU
+        for group in first:
+            remove_placement_group(group)
+        assert not waiting.done()
+        remove_placement_group(others.pop())
+        found = [*others, *waiting.result()]
+    assert len(found) == 4
+    for group in found:
+        remove_placement_group(group)
+    until_free(4)
 
 
 class any_text:  # noqa: N801 (it is used as a function)

@@ -31,26 +31,40 @@ def test_jobs_grow_on_nodes_that_come_and_wait_when_nodes_go(tmp_path):
     made.submit(submission("a"))
     ticks(made)
     assert fleet.ranks == {"a": 2}
-    made.see_cluster(Cluster(4, 4), {})
+    made.see_cluster({"": Cluster(4, 4)})
     ticks(made)
     assert fleet.ranks == {"a": 4}
-    made.see_cluster(Cluster(3, 3), {})
+    made.see_cluster({"": Cluster(3, 3)})
     ticks(made, 2)
     assert fleet.ranks == {"a": 4}  # a job that holds GPUs which are gone is left alone until it says what became of it
     fleet.ranks["a"] = 2
     ticks(made)
     assert fleet.ranks == {"a": 3}
     fleet.phases["a"] = JobPhase.STOPPED
-    made.see_cluster(Cluster(1, 1), {})
+    made.see_cluster({"": Cluster(1, 1)})
     made.submit(submission("b", min_gpus=1, requested_gpus=1))
     ticks(made)
     assert sum(fleet.ranks.values()) == 1
 
 
+def test_a_job_that_goes_on_with_too_few_ranks_is_stopped_for_another_one_alone(tmp_path):
+    fleet = NotedFleet()
+    made = scheduler(tmp_path, fleet, num_gpus=3)
+    made.submit(submission("a", min_gpus=3, max_gpus=3, requested_gpus=3))
+    ticks(made)
+    fleet.ranks["a"] = 2
+    made.see_cluster({"": Cluster(2, 2)})
+    ticks(made)
+    assert fleet.ranks == {"a": 2}
+    made.submit(submission("b"))
+    ticks(made)
+    assert fleet.ranks == {"b": 2}
+
+
 def test_a_job_waits_for_gpus_of_its_type(tmp_path):
     fleet = NotedFleet()
     made = scheduler(tmp_path, fleet, num_gpus=8)
-    made.see_cluster(Cluster(8, 4), {"H100": 2, "A100": 6})
+    made.see_cluster({"H100": Cluster(2, 2), "A100": Cluster(6, 4)})
     with pytest.raises(ValueError, match="job big needs at least 3 GPUs of type H100 and the cluster has 2"):
         made.submit(submission("big", min_gpus=3, requested_gpus=3, gpu_type="H100"))
     made.submit(submission("typed", gpu_type="H100"))
@@ -101,7 +115,7 @@ def test_a_higher_priority_comes_first(tmp_path):
 def test_users_stay_within_their_quotas(tmp_path):
     fleet = NotedFleet()
     quotas = {"ada": 2}
-    made = Scheduler(Ledger(tmp_path / "ledger"), fleet, make_policy("ones"), Cluster(8), Clock(), quotas)
+    made = Scheduler(Ledger(tmp_path / "ledger"), fleet, make_policy("ones"), {"": Cluster(8)}, Clock(), quotas)
     for name in ("one", "two", "three"):
         made.submit(submission(name, user="ada", requested_gpus=1))
     made.submit(submission("other", user="bob"))
@@ -158,6 +172,7 @@ class Ranks:
 
 def processes(reports, num_ranks=3):
     made = object.__new__(JobProcesses)
+    made._submission = submission("job")
     made._groups, made._joining, made._number, made._num_ranks = [Ranks(*range(num_ranks))], None, 0, num_ranks
     made._stops, made._resize_s, made._refusal, made._failure = False, 0.0, "", ""
     made._lost, made._lost_at = [], 0.0

@@ -109,7 +109,7 @@ def deployed(items, batches, policy, path, monkeypatch):
     monkeypatch.setattr(ledger.time, "time", lambda: now[0])
     monkeypatch.setattr(scheduler, "_UNKNOWN_RESIZE_S", RESIZE_S)
     fleet = SimulatedFleet(items, lambda: now[0])
-    made = Scheduler(ledger.Ledger(path), fleet, policy, CLUSTER, lambda: now[0])
+    made = Scheduler(ledger.Ledger(path), fleet, policy, {"": CLUSTER}, lambda: now[0])
     coming = list(items)
     while coming or fleet.phases:
         arrival_s = coming[0].job.arrival_s if coming else math.inf

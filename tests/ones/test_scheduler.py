@@ -25,15 +25,16 @@ def submission(name, **changes):
 
 
 class NotedFleet:
-    def __init__(self, is_slow=False):
-        self.ranks, self.ordered, self.steps, self.phases = {}, {}, {}, {}
-        self.is_slow = is_slow
+    def __init__(self, is_slow=False, speeds=types.MappingProxyType({})):
+        self.ranks, self.ordered, self.steps, self.phases, self.types = {}, {}, {}, {}, {}
+        self.is_slow, self.speeds = is_slow, speeds
         self.log = []
 
     def start(self, submission, num_ranks, global_batch):
         assert submission.name not in self.ranks
         assert global_batch % num_ranks == 0
         self.log.append(("start", submission.name, num_ranks))
+        self.types[submission.name] = submission.gpu_type
         self.ranks[submission.name], self.phases[submission.name] = num_ranks, JobPhase.RUNNING
 
     def resize(self, name, num_ranks, global_batch):
@@ -55,11 +56,11 @@ class NotedFleet:
             return None
         phase = JobPhase.CHANGING if name in self.ordered else self.phases[name]
         steps = self.steps[name] = self.steps.get(name, 0) + 5
-        report = RunReport(
-            steps, self.ranks[name], 10.0 / self.ranks[name], 2.0 / max(steps, 1), 0, phase is JobPhase.ENDED
-        )
+        seconds = 10.0 / self.ranks[name] / self.speeds.get(self.types[name], 1.0)
+        report = RunReport(steps, self.ranks[name], seconds, 2.0 / max(steps, 1), steps - 1, phase is JobPhase.ENDED)
         held = max(self.ranks[name], self.ordered.get(name, 0))
-        return Status(phase, held, report, 0.5, reason="it broke" if phase is JobPhase.FAILED else "")
+        reason = "it broke" if phase is JobPhase.FAILED else ""
+        return Status(phase, held, report, 0.5, reason=reason, gpu_type=self.types[name])
 
     def remove(self, name):
         self.ranks.pop(name, None)
@@ -78,7 +79,7 @@ class Clock:
 
 
 def scheduler(tmp_path, fleet, policy="ones", num_gpus=4):
-    return Scheduler(Ledger(tmp_path / "ledger"), fleet, make_policy(policy), Cluster(num_gpus), Clock())
+    return Scheduler(Ledger(tmp_path / "ledger"), fleet, make_policy(policy), {"": Cluster(num_gpus)}, Clock())
 
 
 def states(made):
@@ -347,6 +348,7 @@ class Ranks:
 
 def processes_of(trains: Ranks, joins: Ranks, ended: set[str], outcomes: list) -> JobProcesses:
     processes = object.__new__(JobProcesses)
+    processes._submission = submission("job")
     processes._groups, processes._joining = [trains], joins
     processes._number, processes._num_ranks, processes._ordered_ranks = 1, 1, 2
     processes._stops, processes._resize_s, processes._refusal, processes._failure = False, 0.0, "", ""

@@ -4,7 +4,6 @@ python trainer_script.py FOLDER NUM_STEPS STEP_SECONDS
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,17 +15,17 @@ from transformers.trainer_utils import get_last_checkpoint
 from patrickstar.integrations.elastic_trainer import ElasticTraining
 from tests.elastic.trainer_runs import GLOBAL_BATCH, OPTIONS, ElasticTracing, data
 from tests.integrations.trainer_runs import arguments, engine_config, gpt2
+from tests.ones.seen import Notes
 
 
 class Report(TrainerCallback):
     def __init__(self, folder: Path, step_seconds: float):
-        self.folder, self.step_seconds, self.trainer = folder, step_seconds, None
+        self.notes, self.step_seconds, self.trainer = Notes(folder), step_seconds, None
 
     def on_step_end(self, args, state, control, **_):
         time.sleep(self.step_seconds)
         step = state.global_step - 1
-        with (self.folder / f"seen-{os.getpid()}").open("a") as file:
-            file.write(f"{step} alone 0 0 {' '.join(map(str, self.trainer.seen[step]))}\n")
+        self.notes.add(step, 0, None, self.trainer.seen[step])
 
 
 def main(folder, num_steps, step_seconds):

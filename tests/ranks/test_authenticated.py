@@ -93,6 +93,19 @@ def test_a_store_does_what_a_tcp_store_does(served):
     assert client.get("late") == b"1"
 
 
+def test_a_key_is_set_when_a_process_is_killed(served):
+    first = client_of(served)
+    first.set_at_end("ended", "b")
+    first.set_at_end("taken back", "b")
+    first.set_at_end("there", "b")
+    first.set_at_end("taken back", "")
+    served.set("there", b"a")
+    assert not served.check(["ended"])
+    first._connection.interrupt()  # as the system does for a killed process
+    assert served.get("ended") == b"b"
+    assert (served.get("there"), served.check(["taken back"])) == (b"a", False)
+
+
 @pytest.mark.parametrize(
     "sent",
     [

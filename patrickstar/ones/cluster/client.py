@@ -31,7 +31,7 @@ from patrickstar.ones.cluster.local_cluster import (
 )
 from patrickstar.ones.cluster.metrics import SchedulerMetrics
 from patrickstar.ones.cluster.ray_fleet import NAMESPACE, RayFleet
-from patrickstar.ones.cluster.ray_placement import cluster_now, num_gpus_by_type
+from patrickstar.ones.cluster.ray_placement import pools_now
 from patrickstar.ones.cluster.rows import Row
 from patrickstar.ones.cluster.scheduler import Scheduler
 from patrickstar.ones.cluster.submission import Submission
@@ -78,7 +78,7 @@ class About:
 
 
 class SchedulerService:
-    """The scheduler's actor."""
+    """The scheduler's actor. Questions wait while it starts again; changes fail, since they may have been made."""
 
     def __init__(self, options: StartOptions):
         self._options = options
@@ -86,7 +86,7 @@ class SchedulerService:
             Ledger(options.ledger),
             RayFleet(options.logs),
             make_policy(options.policy, options.seed),
-            _cluster(),
+            _pools(),
             quotas=dict(options.quotas),
         )
         self._metrics = SchedulerMetrics()
@@ -95,6 +95,7 @@ class SchedulerService:
         self._problem = ""
         threading.Thread(target=self._run, name="ones-scheduler", daemon=True).start()
 
+    @ray.method(max_task_retries=-1)
     def about(self) -> About:
         """Describes the scheduler."""
         return About(patrickstar.__version__, self._options.policy, self._scheduler.cluster, self._problem)
@@ -107,6 +108,7 @@ class SchedulerService:
         """Ends a job; returns an error text, empty on success."""
         return self._answer(lambda: self._scheduler.cancel(name))
 
+    @ray.method(max_task_retries=-1)
     def rows(self) -> list[Row]:
         """All jobs, as of the last tick."""
         return self._rows
@@ -123,10 +125,10 @@ class SchedulerService:
     def _run(self) -> None:
         while True:
             try:
-                cluster, gpus_by_type = cluster_now(), num_gpus_by_type()
+                pools = pools_now()
                 with self._lock:
-                    if cluster is not None:
-                        self._scheduler.see_cluster(cluster, gpus_by_type)
+                    if pools:
+                        self._scheduler.see_cluster(pools)
                     self._scheduler.tick()
                     self._rows = self._scheduler.rows()
                 self._metrics.show(self._rows, self._scheduler.cluster)
@@ -137,9 +139,9 @@ class SchedulerService:
             time.sleep(self._options.interval_s)
 
 
-def _cluster() -> Cluster:
-    found = cluster_now()
-    if found is None:
+def _pools() -> dict[str, Cluster]:
+    found = pools_now()
+    if not found:
         raise ClusterError("the cluster has no GPUs; start nodes that have some, or simulated ones")
     return found
 

@@ -38,6 +38,8 @@ class Status:
     """Why the last order was refused, or nothing was started."""
     reason: str = ""
     """For a failure: the end of the process's output."""
+    gpu_type: str = ""
+    """The type of its GPUs; empty: unknown."""
     num_lost: int = 0
     """Ranks that were lost since its start, without which it goes on."""
 
@@ -46,7 +48,9 @@ class Fleet(Protocol):
     """Runs jobs, which outlive the caller."""
 
     def start(self, submission: Submission, num_ranks: int, global_batch: int) -> None:
-        """Starts processes of a job that has none; they continue from its checkpoint, with this batch."""
+        """Starts processes of a job that has none, on GPUs of the submission's type. They continue from its checkpoint,
+        with this batch.
+        """
 
     def resize(self, name: str, num_ranks: int, global_batch: int) -> None:
         """Orders ranks and a batch, and starts joining processes."""

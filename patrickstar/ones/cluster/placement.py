@@ -1,7 +1,7 @@
 """Nodes for a job's new ranks: as few as possible, and first those where the job is already. Pure functions.
 
 Ray frees a placement group's GPUs only as a whole, and ranks leave one by one. So each rank, or inner group of ranks,
-has a placement group of its own. Groups of one start are packed here, and are kept all or none.
+has a placement group of its own. Groups of one start are packed here; their GPUs are reserved together.
 """
 
 from __future__ import annotations

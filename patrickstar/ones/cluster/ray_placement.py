@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from patrickstar.ones.cluster.placement import choose_nodes
@@ -15,43 +24,86 @@ from patrickstar.ones.cluster.submission import Submission
 from patrickstar.ones.jobs import Cluster
 
 _GPUS_WAIT_SECONDS = 20.0
+_DIVISION_SECONDS = 3.0
+"""Time for GPUs of a reservation that is divided; others may take them meanwhile."""
 _START_SECONDS = 300.0
 """Time for the actors of ranks to start, even on a loaded node."""
-_TYPE_SHARE = 0.001
-"""Share of a node's resource that names its GPUs' type, by Ray's custom."""
+_TYPE_RESOURCE = "accelerator_type:"
+"""Beginning of the name of a resource that Ray gives nodes with GPUs of a type."""
 
 
-def type_resource(gpu_type: str) -> str:
-    """Ray's resource of nodes with GPUs of a type, such as H100."""
-    return f"accelerator_type:{gpu_type}"
+def _gpus_by_type() -> dict[str, dict[str, int]]:
+    """GPUs of each living node, by type and the node's id; the type is "" if Ray does not know it."""
+    found: dict[str, dict[str, int]] = {}
+    for node in ray.nodes():
+        resources = node["Resources"]
+        if node["Alive"] and resources.get("GPU", 0) >= 1:
+            kinds = [name.removeprefix(_TYPE_RESOURCE) for name in resources if name.startswith(_TYPE_RESOURCE)]
+            found.setdefault(min(kinds, default=""), {})[node["NodeID"]] = int(resources["GPU"])
+    return found
 
 
-def gpus_by_node(gpu_type: str = "") -> dict[str, int]:
-    """GPUs of each living node, by id; of one type, or of any."""
-    has_type = type_resource(gpu_type)
-    return {
-        node["NodeID"]: int(node["Resources"].get("GPU", 0))
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("GPU", 0) >= 1 and (not gpu_type or has_type in node["Resources"])
-    }
+def pools_now() -> dict[str, Cluster]:
+    """The cluster by types of GPUs, as Ray reports it now; empty: it has none."""
+    return {kind: Cluster(sum(gpus.values()), max(gpus.values())) for kind, gpus in sorted(_gpus_by_type().items())}
 
 
-def cluster_now() -> Cluster | None:
-    """The cluster as Ray reports it now; None: it has no GPUs."""
-    per_node = gpus_by_node().values()
-    return Cluster(sum(per_node), max(per_node)) if per_node else None
-
-
-def num_gpus_by_type() -> dict[str, int]:
-    """GPUs of living nodes by type; nodes whose type Ray does not know are left out."""
-    kinds = {name for node in ray.nodes() for name in node["Resources"] if name.startswith(type_resource(""))}
-    return {kind: sum(gpus_by_node(kind).values()) for kind in (name.partition(":")[2] for name in kinds)}
-
-
-def free_gpus(gpu_type: str = "") -> dict[str, int]:
-    """Free GPUs of each living node, by id."""
+def _free_gpus(nodes: Iterable[str]) -> Counter[str]:
     available = available_resources_per_node()
-    return {node: int(available.get(node, {}).get("GPU", 0)) for node in gpus_by_node(gpu_type)}
+    return Counter({node: int(available.get(node, {}).get("GPU", 0)) for node in nodes})
+
+
+def _on(*nodes: str) -> dict[str, str]:
+    """Label selector of a bundle that these nodes may hold."""
+    return {"ray.io/node-id": f"in({','.join(nodes)})"}
+
+
+@contextlib.contextmanager
+def _reserved(num_groups: int, size: int, nodes: Iterable[str], timeout_seconds: float) -> Iterator[Counter[str]]:
+    """Context in which one placement group holds GPUs of some nodes. Ray gives it all or none, so it holds nothing
+    while it waits. Yields the number of inner groups on each node.
+
+    Raises:
+        RuntimeError: they were not free within the timeout.
+    """
+    bundles, selectors = [{"GPU": float(size)}] * num_groups, [_on(*nodes)] * num_groups
+    whole = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+    try:
+        if not whole.wait(timeout_seconds):
+            raise RuntimeError("other jobs hold them")
+        yield Counter(placement_group_table(whole)["bundles_to_node_id"].values())
+    finally:
+        remove_placement_group(whole)
+
+
+def place_groups(num_groups: int, submission: Submission, present: Collection[str]) -> list[PlacementGroup]:
+    """A placement group for each inner group of ranks, on nodes with GPUs of the job's type (:func:`choose_nodes`).
+
+    All GPUs are reserved at once, and the reservation is then divided. If another job takes one of them meanwhile, it
+    begins again.
+
+    Raises:
+        RuntimeError: the GPUs were not free in time; none is held then.
+    """
+    size = submission.inner_group
+    deadline = time.monotonic() + _GPUS_WAIT_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        those = _gpus_by_type().get(submission.gpu_type)
+        if not those:
+            raise RuntimeError(f"no node has GPUs of type {submission.gpu_type or 'unknown'}")
+        with _reserved(num_groups, size, those, left) as found:
+            free = _free_gpus(those) + Counter({node: size * count for node, count in found.items()})
+            nodes = choose_nodes(free, num_groups, size, present)
+        groups = [
+            placement_group([{"GPU": float(size)}], strategy="STRICT_PACK", bundle_label_selector=[_on(node)])
+            for node in nodes
+        ]
+        until = time.monotonic() + _DIVISION_SECONDS
+        if all(group.wait(max(until - time.monotonic(), 0.0)) for group in groups):
+            return groups
+        for group in groups:
+            remove_placement_group(group)
+    raise RuntimeError("other jobs took them first")
 
 
 class PlacedRanks:
@@ -68,18 +120,11 @@ class PlacedRanks:
     """
 
     def __init__(self, count: int, submission: Submission, present: set[str]):
-        size, kind = submission.inner_group, submission.gpu_type
-        bundle = {"GPU": size} | ({type_resource(kind): _TYPE_SHARE} if kind else {})
-        num_groups = count // size
-        nodes: list[str | None] = [*choose_nodes(free_gpus(kind), num_groups, size, present)]
-        nodes += [None] * (num_groups - len(nodes))
-        groups = [placement_group([bundle], strategy="STRICT_PACK", _soft_target_node_id=node) for node in nodes]
+        size = submission.inner_group
         try:
-            ray.get([group.ready() for group in groups], timeout=_GPUS_WAIT_SECONDS)
-        except ray.exceptions.GetTimeoutError as error:
-            for group in groups:
-                remove_placement_group(group)
-            raise RuntimeError(f"{count} GPUs were not free within {_GPUS_WAIT_SECONDS:g} s") from error
+            groups = place_groups(count // size, submission, present)
+        except RuntimeError as error:
+            raise RuntimeError(f"{count} GPUs were not free within {_GPUS_WAIT_SECONDS:g} s: {error}") from error
         rank_actor = ray.remote(num_cpus=0, num_gpus=1)(RankProcess)
         self._groups = {
             rank_actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(): group

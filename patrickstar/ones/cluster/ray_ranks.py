@@ -136,7 +136,16 @@ class JobProcesses:
         else:
             phase = JobPhase.RUNNING
         held = self._num_ranks + (len(self._joining.actors) if self._joining else 0)
-        return Status(phase, held, self._orders.report(), self._resize_s, self._refusal, self._failure, len(self._lost))
+        return Status(
+            phase,
+            held,
+            self._orders.report(),
+            self._resize_s,
+            self._refusal,
+            self._failure,
+            gpu_type=self._submission.gpu_type,
+            num_lost=len(self._lost),
+        )
 
     @property
     def _num_running(self) -> int:

@@ -13,6 +13,8 @@ class Row:
     state: str
     """Waiting, a phase of the fleet, or the final state."""
     num_gpus: int
+    gpu_type: str
+    """Empty: none, or unknown."""
     global_batch: int
     """0: not started."""
     noise_scale: float

@@ -7,6 +7,7 @@ is left alone while an order to it is in progress, before its first report, and 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Entry, Ledger, Measured
+from patrickstar.ones.cluster.pools import Candidate, choose_pools, relative_speeds, seconds_on, total
 from patrickstar.ones.cluster.progress import Progress
 from patrickstar.ones.cluster.rows import Row, in_a_line
 from patrickstar.ones.cluster.shares import decide_in_classes
@@ -26,6 +28,7 @@ from patrickstar.ones.policies.protocol import Foresight, Grant, Policy
 MOST_FAILURES = 3
 """Failures without a step between them after which a job is abandoned."""
 _UNKNOWN_RESIZE_S = 10.0
+_STAYS = 10  # times as long as it took to start, before it may be stopped for a faster pool
 _APPEARS_S = 30.0  # seconds after a job's start until its processes exist
 
 
@@ -36,7 +39,7 @@ class Scheduler:
         ledger: records the jobs.
         fleet: runs them.
         policy: decides.
-        cluster: the cluster for the policy.
+        pools: the cluster's GPUs by type, which is "" where it is unknown.
         clock: seconds since 1970.
         quotas: most GPUs of a user's jobs together.
 
@@ -49,7 +52,7 @@ class Scheduler:
         ledger: Ledger,
         fleet: Fleet,
         policy: Policy,
-        cluster: Cluster,
+        pools: Mapping[str, Cluster],
         clock: Callable[[], float] = time.time,
         quotas: Mapping[str, int] | None = None,
     ):
@@ -58,15 +61,19 @@ class Scheduler:
                 f"{type(policy).__name__} needs to know how much work each job has left, which only a simulator "
                 "knows; choose another policy"
             )
-        self.cluster = cluster
+        self._pools = dict(pools)
         self._quotas = dict(quotas or {})
-        self._gpus_by_type: dict[str, int] | None = None
         self._ledger, self._fleet, self._policy, self._clock = ledger, fleet, policy, clock
         self._tracks: dict[str, Track] = {}
         for name, entry in ledger.entries.items():
             if entry.end is not None:  # an earlier scheduler may have died after its ledger entry and before this call
                 fleet.remove(name)
                 self._recall(name, entry)
+
+    @property
+    def cluster(self) -> Cluster:
+        """All GPUs."""
+        return total(self._pools)
 
     def submit(self, submission: Submission) -> None:
         """Accepts a job, which is recorded from now on.
@@ -75,11 +82,13 @@ class Scheduler:
             ValueError: the cluster can never run it, or its name is in use.
         """
         submission.check(self.cluster)
-        least, there = submission.first_sizes[0], self._num_gpus_for(submission)
+        least = submission.first_sizes[0]
+        there = max((self._pools[kind].num_gpus for kind in self._kinds(submission)), default=0)
         if least > there:
+            kind = f"type {submission.gpu_type}" if submission.gpu_type else "one type"
             raise ValueError(
-                f"job {submission.name} needs at least {least} GPUs of type {submission.gpu_type} and "
-                f"the cluster has {there}; lower its min_gpus, or leave the type out"
+                f"job {submission.name} needs at least {least} GPUs of {kind} and the cluster has {there}; lower its "
+                "min_gpus, or leave the type out"
             )
         self._ledger.submitted(submission)
 
@@ -100,37 +109,59 @@ class Scheduler:
         for name, entry in list(self._open()):
             self._look_at(now, name, entry)
         submissions = {name: entry.submission for name, entry in self._open()}
-        found = [self._state(now, entry) for _, entry in self._open()]
-        states = [state for state in found if self._fits(state.job, submissions[state.job.name])]
-        if states and max(self._taken(), default=-1) < self.cluster.num_gpus:  # else GPUs that are gone are held still
-            grants = decide_in_classes(self._policy, now, states, submissions, self.cluster, self._quotas)
-            self._order(now, grants)
+        if any(self._holds_too_many(track) for track in self._tracks.values()):
+            return  # GPUs that are gone are held still
+        chosen = choose_pools([self._candidate(now, entry) for _, entry in self._open()], self._pools)
+        grants, moves = {}, any(self._leaves_type(name, chosen) for name in submissions)
+        states = {kind: self._states(now, kind, chosen) for kind in self._pools}
+        if not moves and not any(states.values()):
+            return  # no job fits; one that goes on with fewer ranks than its minimum is not stopped for nobody
+        for kind, pool in self._pools.items():
+            grants |= decide_in_classes(self._policy, now, states[kind], submissions, pool, self._quotas)
+        self._order(now, grants, chosen)
 
-    def see_cluster(self, cluster: Cluster, gpus_by_type: Mapping[str, int]) -> None:
-        """Takes notice of nodes that have come or gone. Jobs keep as many GPUs as they have, by new numbers.
-
-        Args:
-            cluster: as it is now.
-            gpus_by_type: numbers of GPUs by type.
-        """
-        self._gpus_by_type = dict(gpus_by_type)
-        if cluster == self.cluster:
+    def see_cluster(self, pools: Mapping[str, Cluster]) -> None:
+        """Takes notice of nodes that have come or gone. Jobs keep as many GPUs as they have, by new numbers."""
+        if self._pools == pools:
             return
-        self.cluster = cluster
-        held = (sorted({*track.gpus, *(track.ordered or ())}) for track in self._tracks.values())
-        numbers = {old: new for new, old in enumerate(itertools.chain.from_iterable(held))}
-        for track in self._tracks.values():
-            track.gpus = tuple(numbers[gpu] for gpu in track.gpus)
-            track.ordered = None if track.ordered is None else tuple(numbers[gpu] for gpu in track.ordered)
+        self._pools = dict(pools)
+        for kind in {track.kind for track in self._tracks.values()}:
+            tracks = [track for track in self._tracks.values() if track.kind == kind]
+            held = (sorted({*track.gpus, *(track.ordered or ())}) for track in tracks)
+            numbers = {old: new for new, old in enumerate(itertools.chain.from_iterable(held))}
+            for track in tracks:
+                track.gpus = tuple(numbers[gpu] for gpu in track.gpus)
+                track.ordered = None if track.ordered is None else tuple(numbers[gpu] for gpu in track.ordered)
 
-    def _num_gpus_for(self, submission: Submission) -> int:
-        if self._gpus_by_type is None or not submission.gpu_type:
-            return self.cluster.num_gpus
-        return self._gpus_by_type.get(submission.gpu_type, 0)
+    def _kinds(self, submission: Submission) -> list[str]:
+        """Types of GPUs that a job may have."""
+        return [kind for kind in self._pools if submission.gpu_type in ("", kind)]
 
-    def _fits(self, job: Job, submission: Submission) -> bool:
-        """False for a job that this cluster cannot run now, since nodes are gone."""
-        return min(job.sizes, default=math.inf) <= min(self.cluster.num_gpus, self._num_gpus_for(submission))
+    def _holds_too_many(self, track: Track) -> bool:
+        pool = self._pools.get(track.kind)
+        return max((*track.gpus, *(track.ordered or ())), default=-1) >= (pool.num_gpus if pool else 0)
+
+    def _leaves_type(self, name: str, chosen: Mapping[str, str]) -> bool:
+        """True for a job that is stopped, to go on with GPUs of another type."""
+        track = self._tracks.setdefault(name, Track())
+        return bool(track.gpus) and chosen.get(name, track.kind) != track.kind
+
+    def _states(self, now: float, kind: str, chosen: Mapping[str, str]) -> list[JobState]:
+        """Jobs for the policy to decide on in a pool: those that fit."""
+        names = [name for name, _ in self._open() if chosen.get(name) == kind and not self._leaves_type(name, chosen)]
+        found = [self._state(now, self._ledger.entries[name], kind) for name in names]
+        return [state for state in found if min(state.job.sizes, default=math.inf) <= self._pools[kind].num_gpus]
+
+    def _candidate(self, now: float, entry: Entry) -> Candidate:
+        submission, track = entry.submission, self._tracks.setdefault(entry.submission.name, Track())
+        return Candidate(
+            name=submission.name,
+            least_gpus=submission.first_sizes[0],
+            gpus=submission.requested_gpus,
+            speeds=relative_speeds(track.seconds, self._kinds(submission)),
+            held=track.kind if track.gpus else None,
+            may_leave=track.has_checkpoint and now - track.changed_s > _STAYS * (track.start_s or _UNKNOWN_RESIZE_S),
+        )
 
     def rows(self) -> list[Row]:
         """All jobs, in order of submission."""
@@ -156,12 +187,12 @@ class Scheduler:
         if status is None:
             return
         if not track.gpus or track.has_other_ranks:  # this scheduler is new, the job is not; or a rank was lost
-            track.gpus = ()
-            track.gpus, track.changed_s = self._any_gpus(status.num_ranks), now
+            track.gpus, track.kind = (), status.gpu_type
+            track.gpus, track.changed_s = self._any_gpus(status.num_ranks, track.kind), now
             track.progress.note_resize()
         track.note_report(now, status, entry.submission)
         if status.phase is JobPhase.ENDED:
-            self._policy.finished(now, self._state(now, entry))
+            self._policy.finished(now, self._state(now, entry, track.kind))
             self._end(name, End.FINISHED)
         elif status.phase is JobPhase.STOPPED:
             self._evict_all(name, track)
@@ -179,7 +210,7 @@ class Scheduler:
     def _end(self, name: str, end: End, reason: str = "") -> None:
         track = self._tracks.setdefault(name, Track())
         done, noise_scale = track.progress.done_samples, track.progress.noise_scale
-        measured = Measured(track.num_steps, track.loss, track.observed, done, noise_scale)
+        measured = Measured(track.num_steps, track.loss, dict(track.observed), done, noise_scale)
         self._ledger.ended(name, end, reason, measured)
         self._evict_all(name, track)
 
@@ -187,10 +218,10 @@ class Scheduler:
         """Shows and learns what an earlier scheduler measured of a job that ended."""
         found = entry.measured
         progress = Progress.ended(found.done_samples, found.noise_scale)
-        observed = dict(found.observed)
-        self._tracks[name] = Track(num_steps=found.num_steps, loss=found.loss, observed=observed, progress=progress)
+        seconds = {"": dict(found.observed)}
+        self._tracks[name] = Track(num_steps=found.num_steps, loss=found.loss, seconds=seconds, progress=progress)
         if entry.end is End.FINISHED and found.observed:
-            self._policy.finished(entry.submitted_s, self._state(entry.submitted_s, entry))
+            self._policy.finished(entry.submitted_s, self._state(entry.submitted_s, entry, ""))
 
     def _evict_all(self, name: str, track: Track) -> None:
         self._fleet.remove(name)
@@ -198,11 +229,12 @@ class Scheduler:
         track.gpus, track.ordered, track.status, track.has_reported = (), None, None, False
         track.progress.note_batch_change()
 
-    def _order(self, now: float, grants: dict[str, Grant]) -> None:
+    def _order(self, now: float, grants: dict[str, Grant], chosen: Mapping[str, str]) -> None:
         shrinks_first = sorted(self._open(), key=lambda item: len(grants[item[0]].gpus) if item[0] in grants else 0)
         for name, entry in shrinks_first:
             track, grant = self._tracks.setdefault(name, Track()), grants.get(name)
             if not track.gpus and track.status is None:
+                track.kind = chosen.get(name, track.kind)
                 gpus = self._room(grant, track, entry.submission)
                 if gpus and grant is not None:
                     self._start(now, track, entry.submission, gpus, grant.batch_size)
@@ -218,13 +250,14 @@ class Scheduler:
                     self._fleet.resize(name, len(gpus), grant.batch_size)
 
     def _start(self, now: float, track: Track, submission: Submission, gpus: tuple[int, ...], batch: int) -> None:
-        self._fleet.start(submission, len(gpus), batch)
+        self._fleet.start(dataclasses.replace(submission, gpu_type=track.kind), len(gpus), batch)
         track.gpus, track.changed_s, track.batch = gpus, now, batch
         track.progress.note_resize()
         track.most_gpus = max(track.most_gpus, len(gpus))
 
-    def _taken(self) -> set[int]:
-        return {gpu for track in self._tracks.values() for gpu in (*track.gpus, *(track.ordered or ()))}
+    def _taken(self, kind: str) -> set[int]:
+        tracks = (track for track in self._tracks.values() if track.kind == kind)
+        return {gpu for track in tracks for gpu in (*track.gpus, *(track.ordered or ()))}
 
     def _room(self, grant: Grant | None, track: Track, submission: Submission) -> tuple[int, ...]:
         """GPUs for the grant: the job's own, then free ones; empty if there are too few.
@@ -233,7 +266,7 @@ class Scheduler:
         """
         count = len(grant.gpus) if grant is not None else 0
         kept = track.gpus[:count]
-        gpus = tuple(sorted((*kept, *self._any_gpus(count - len(kept)))))
+        gpus = tuple(sorted((*kept, *self._any_gpus(count - len(kept), track.kind))))
         return gpus if len(gpus) == count and count <= self._quota_left(submission) else ()
 
     def _quota_left(self, submission: Submission) -> float:
@@ -243,19 +276,20 @@ class Scheduler:
         held = sum(len({*track.gpus, *(track.ordered or ())}) for track in tracks)
         return self._quotas.get(submission.user, math.inf) - held
 
-    def _any_gpus(self, count: int) -> tuple[int, ...]:
-        taken = self._taken()
-        return tuple([gpu for gpu in range(self.cluster.num_gpus) if gpu not in taken][:count])
+    def _any_gpus(self, count: int, kind: str) -> tuple[int, ...]:
+        taken, pool = self._taken(kind), self._pools.get(kind)
+        return tuple([gpu for gpu in range(pool.num_gpus if pool else 0) if gpu not in taken][:count])
 
     # Input of the policy.
 
-    def _state(self, now: float, entry: Entry) -> JobState:
+    def _state(self, now: float, entry: Entry, kind: str) -> JobState:
         submission = entry.submission
         track = self._tracks.setdefault(submission.name, Track())
         progress = track.progress
-        observed = self._observed(submission, track)
+        pool = self._pools.get(kind, self.cluster)
+        observed = self._observed(submission, track, kind, pool.gpus_per_node)
         return JobState(
-            job=self._job(entry, track, observed),
+            job=self._job(entry, track, observed, pool.num_gpus),
             gpus=track.ordered or track.gpus,
             batch_size=(track.ordered_batch if track.ordered else track.batch) if track.gpus else 0,
             done_samples=progress.done_samples,
@@ -273,24 +307,23 @@ class Scheduler:
             accuracy=0.0,
         )
 
-    def _observed(self, submission: Submission, track: Track) -> tuple[StepTime, ...]:
-        """Measured steps; before any, the planner's predictions."""
+    def _observed(self, submission: Submission, track: Track, kind: str, per_node: int) -> tuple[StepTime, ...]:
+        """Measured steps, of a type of GPUs; before any, the planner's predictions."""
         nearest = submission.batches.nearest_multiple
-        known = track.observed or {
+        known = seconds_on(track.seconds, kind, self._kinds(submission)) or {
             (size, nearest(submission.global_batch, size) or submission.global_batch): seconds
             for size, seconds in submission.planned
         }
-        per_node = self.cluster.gpus_per_node
         return tuple(
             StepTime(num_gpus, math.ceil(num_gpus / per_node), batch, seconds)
             for (num_gpus, batch), seconds in known.items()
         )
 
-    def _job(self, entry: Entry, track: Track, observed: tuple[StepTime, ...]) -> Job:
+    def _job(self, entry: Entry, track: Track, observed: tuple[StepTime, ...], most_there: int) -> Job:
         submission, sizes = entry.submission, entry.submission.sizes
         least, most = submission.min_gpus, submission.max_gpus
         batches = submission.feasible_batches
-        sizes = tuple(size for size in sizes if size <= self._num_gpus_for(submission)) or sizes[:1]
+        sizes = tuple(size for size in sizes if size <= most_there) or sizes[:1]
         if track.gpus and not track.may_change:
             batches = ()
         if track.gpus and (submission.inner_group > 1 or not track.may_change):
@@ -328,6 +361,7 @@ class Scheduler:
             name=name,
             state=state,
             num_gpus=len(track.gpus),
+            gpu_type=track.kind if track.gpus else "",
             global_batch=track.batch,
             noise_scale=track.progress.noise_scale,
             num_steps=track.num_steps,

@@ -13,8 +13,10 @@ from patrickstar.ones.cluster.submission import Submission
 class Track:
     """State of a job that has not ended, beside its ledger entry."""
 
+    kind: str = ""
+    """The type of these GPUs."""
     gpus: tuple[int, ...] = ()
-    """GPUs that it holds, by the policy's numbers; Ray decides their location."""
+    """GPUs that it holds, by the policy's numbers within their type; Ray decides their location."""
     ordered: tuple[int, ...] | None = None
     """GPUs that it will hold after the order in progress."""
     batch: int = 0
@@ -23,8 +25,8 @@ class Track:
     has_reported: bool = False
     """True if it has reported since its start."""
     status: Status | None = None
-    observed: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
-    """Seconds of a step by number of ranks and global batch."""
+    seconds: dict[str, dict[tuple[int, int], float]] = dataclasses.field(default_factory=dict)
+    """Seconds of a step by type of GPUs, and by number of ranks and global batch."""
     progress: Progress = dataclasses.field(default_factory=Progress)
     num_steps: int = 0
     steps_at_order: int = 0
@@ -45,6 +47,16 @@ class Track:
     start_s: float = 0.0
     """Seconds from a start to the first report."""
     note: str = ""
+
+    @property
+    def observed(self) -> dict[tuple[int, int], float]:
+        """Seconds of a step on the present type."""
+        return self.seconds.setdefault(self.kind, {})
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """True if the job follows orders now, and keeps checkpoints."""
+        return self.may_change and bool(self.status and self.status.report and self.status.report.checkpoint_steps)
 
     @property
     def may_change(self) -> bool:
