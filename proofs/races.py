@@ -138,7 +138,7 @@ WAYS = {
     "round trips": Way(config(speculation="commit"), before_step=trips),
     "states on a disk": Way(config(device_memory=200_000, **DISK)),
     "states on a disk, updates on the device": Way(config(on_device=True, device_memory=200_000, **DISK)),
-    "other paths": Way(config(on_device=True, device_memory=45_000), Paths, micro_batches=2),
+    "other paths": Way(config(on_device=True, device_memory=40_000), Paths, micro_batches=2),
     "offloaded activations": Way(config(**OFFLOADED), length=64, before_step=send_and_fetch),
     "offloaded activations, abandoned forwards": Way(config(**OFFLOADED), length=64, before_step=abandon),
 }
