@@ -2,6 +2,7 @@
 
     python -m venv foreign && . foreign/bin/activate
     pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    pip install setuptools wheel ninja transformers
     DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed torchtitan
     python -m benchmark.foreign_tools
 
@@ -109,7 +110,7 @@ def deepspeed_engine(stage: int, dtype: str, ranks: int, params: dict[str, Any],
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    torch.manual_seed(5)
+    torch.manual_seed(9)  # frozen parameters, which universal checkpoints do not give back
     model = Net()
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}  # with DeepSpeedCPUAdam
     config = {
@@ -119,6 +120,7 @@ def deepspeed_engine(stage: int, dtype: str, ranks: int, params: dict[str, Any],
         "optimizer": {"type": "AdamW", "params": params},
         "checkpoint": checkpoint,
         "bf16": {"enabled": dtype == "bf16"},
+        "gradient_clipping": 0.0,
     }
     return deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)[0]
 
@@ -311,8 +313,6 @@ def compare(name: str, found: Trained, expected: Trained) -> bool:
     bits = "same bits" if not different else f"DIFFERENT: {', '.join(different[:3])} and {len(different)} in all"
     gaps = [abs(own - other) / abs(other) for own, other in zip(found.losses, expected.losses, strict=True)]
     print(f"| {name} | {bits} | {', '.join('same' if gap == 0 else f'{gap:.0e}' for gap in gaps)} |", flush=True)
-    if os.environ.get("FT_DEBUG"):
-        print(found.losses, expected.losses)
     return not different and gaps[0] <= 1e-6 and gaps[1] <= 1e-6
 
 
