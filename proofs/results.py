@@ -49,6 +49,7 @@ def command_of(proof: Proof, options: Options) -> str:
     arguments = [f"--minutes {options.minutes:g}"] if options.minutes != Options.minutes else []
     arguments += [f"--jobs {options.jobs}"] if options.jobs != Options.jobs else []
     arguments += [f"--seed {options.seed}"] if options.seed else []
+    arguments += [f"--points {options.most_points}"] if options.most_points is not None else []
     return " ".join(parts + ([f'ARGS="{" ".join(arguments)}"'] if arguments else []))
 
 

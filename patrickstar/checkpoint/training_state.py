@@ -31,6 +31,8 @@ class TrainingState:
     """The values that ``save_checkpoint`` took as ``client_state``, by name."""
     optimizer: str | None = None
     """Type of the optimizer; None: unknown, as in checkpoints of other programs and before 0.7.0."""
+    further_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Further names of tied parameters; each maps to the name of the tensors. Empty in earlier checkpoints."""
 
     def to_json(self) -> dict[str, Any]:
         """The state in JSON's types.
@@ -52,6 +54,7 @@ class TrainingState:
             },
             "client_state": encode(self.client_state, "client_state"),
             "optimizer": self.optimizer,
+            "further_names": self.further_names,
         }
 
     @classmethod
@@ -77,6 +80,7 @@ class TrainingState:
             extra_states={name: decode(value, f"extra state {name}") for name, value in state["extra_states"].items()},
             client_state=_mapping(decode(state.get("client_state"), "client_state"), "client_state"),
             optimizer=_optimizer(state.get("optimizer")),
+            further_names=_mapping(state.get("further_names", {}), "further_names"),
         )
 
 

@@ -99,6 +99,7 @@ def state_of(session: Session, client_state: Mapping[str, Any] | None, lr_schedu
         extra_states={name: child.get_extra_state() for name, child in with_extra_state(session.module)},
         client_state=dict(client_state or {}),
         optimizer=session.config.optimizer.type.value,
+        further_names=further_names(session),
     )
 
 

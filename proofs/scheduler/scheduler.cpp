@@ -11,7 +11,8 @@ namespace patrickstar {
 namespace {
 
 constexpr int kPolicies = 4;
-constexpr uint64_t kChangesOfPriority = 8;  // one in so many choices
+constexpr uint64_t kOften = 8;  // a priority changes in one of so many choices
+constexpr uint64_t kSeldom = 64;
 
 int planted_bug = 0;
 std::atomic<int64_t> readings{0};
@@ -35,6 +36,7 @@ Scheduler& Scheduler::get() {
 
 void Scheduler::start(uint64_t seed) {
   enter();
+  free_now();
   policy_ = static_cast<Policy>(seed % kPolicies);
   random_.seed(seed);
   readings = 0;
@@ -60,27 +62,30 @@ std::shared_ptr<Scheduler::Thread> Scheduler::choose() {
   const bool trainer_can = able.front() == 0;
   size_t chosen = able[random_() % able.size()];
   if (policy_ == Policy::kLate && trainer_can) chosen = 0;
-  if (policy_ == Policy::kEager && trainer_can && able.size() > 1) chosen = able[1 + random_() % (able.size() - 1)];
-  if (policy_ == Policy::kPriorities) {
+  if (policy_ == Policy::kPriorities || policy_ == Policy::kSteady) {
     chosen = *std::max_element(able.begin(), able.end(), [this](size_t one, size_t other) {
       return threads_[one]->priority < threads_[other]->priority;
     });
-    if (random_() % kChangesOfPriority == 0) threads_[chosen]->priority = random_();
+    if (random_() % (policy_ == Policy::kSteady ? kSeldom : kOften) == 0) threads_[chosen]->priority = random_();
   }
   trace_ = (trace_ ^ chosen) * 1099511628211u;
   return threads_[chosen];
 }
 
-void Scheduler::hand_over() {
-  current_ = choose();
-  current_->turn.notify_one();
+// Unlocks before it notifies: the next thread would wake to a mutex that is held.
+void Scheduler::hand_over(std::unique_lock<std::mutex>& lock) {
+  const std::shared_ptr<Thread> next = current_ = choose();
+  if (next == own) return;
+  lock.unlock();
+  next->turn.notify_one();
+  lock.lock();
 }
 
 void Scheduler::pass(Condition ready) {
   enter();
   std::unique_lock<std::mutex> lock(mutex_);
   own->ready = std::move(ready);
-  hand_over();
+  hand_over(lock);
   own->turn.wait(lock, [this] { return current_ == own; });
   own->ready = nullptr;
 }
@@ -102,9 +107,9 @@ void Scheduler::become(const std::shared_ptr<Thread>& thread) {
 }
 
 void Scheduler::leave() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   threads_.erase(std::find(threads_.begin(), threads_.end(), own));
-  hand_over();
+  hand_over(lock);
 }
 
 }  // namespace patrickstar

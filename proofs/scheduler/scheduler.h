@@ -19,6 +19,8 @@
 #include <random>
 #include <vector>
 
+#include "common/freed_memory.h"
+
 namespace patrickstar {
 
 // True if the bug of this number is planted.
@@ -50,12 +52,12 @@ class Scheduler {
   void leave();
 
  private:
-  // Policies of choice, by the seed: uniform; workers only when nothing else can run; workers first; by random
-  // priorities that change now and then.
-  enum class Policy : uint8_t { kUniform, kLate, kEager, kPriorities };
+  // Policies of choice, by the seed: uniform; workers only when nothing else can run; by random priorities that change
+  // often; by those that change seldom, so that some queues run at once and others fall far behind.
+  enum class Policy : uint8_t { kUniform, kLate, kPriorities, kSteady };
 
   std::shared_ptr<Thread> choose();
-  void hand_over();
+  void hand_over(std::unique_lock<std::mutex>& lock);
   void enter();
 
   std::mutex mutex_;

@@ -122,7 +122,7 @@ def test_the_schedulers_files_compile(tmp_path):
     for file in scheduler.iterdir():
         shutil.copy2(file, tmp_path / "common")
     (tmp_path / "main.cpp").write_text(PROGRAM)
-    sources = [tmp_path / "main.cpp", *(tmp_path / "common" / name for name in ("scheduler.cpp", "work_queue.cpp"))]
+    sources = [tmp_path / "main.cpp", *(tmp_path / "common").glob("*.cpp")]
     program = tmp_path / "program"
     subprocess.run(["c++", "-std=c++17", f"-I{tmp_path}", "-pthread", "-o", program, *sources], check=True)
 

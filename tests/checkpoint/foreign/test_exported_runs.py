@@ -68,11 +68,8 @@ def test_torch_loads_dcp(tmp_path, export):
     torch.optim.lr_scheduler.ConstantLR(own)  # gives groups one more option
     states = get_optimizer_state_dict(other, own, options=FLAT)
     values = get_model_state_dict(other)
-    del values["head.weight"]  # shared: once, by its first name
-    train_state = {"step": torch.tensor(0)}
-    dcp.load(
-        {**values, "optimizer": states, "train_state": train_state}, checkpoint_id=tmp_path / "out/step-3", no_dist=True
-    )
+    held = {**values, "optimizer": states, "train_state": {"step": 0, "ntokens_seen": 1}}
+    dcp.load(held, checkpoint_id=tmp_path / "out/step-3", no_dist=True)
     set_optimizer_state_dict(other, own, states, options=FLAT)
     assert_same_bits(dict(other.state_dict()), dict(model.state_dict()))
     found, expected = own.state_dict(), optimizer.state_dict()
@@ -81,7 +78,7 @@ def test_torch_loads_dcp(tmp_path, export):
         assert_same_bits(found["state"][key], state)
     assert [group.pop("initial_lr") for group in found["param_groups"]] == [ADAM["lr"]] * 2
     assert found["param_groups"] == expected["param_groups"]
-    assert train_state["step"] == 3
+    assert held["train_state"] == {"step": 3, "ntokens_seen": 0}
     assert continued(other, own)[0] == continued(model, optimizer)[0]
 
 
