@@ -10,12 +10,15 @@ weighted sum, are cast as they are computed. The backward keeps codes of tokens 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from patrickstar import _C
-from patrickstar.fp8.casting import Block, Codes
+from patrickstar.choices import Fp8Recipe
+from patrickstar.fp8.casting import TILE, Block, Codes
 from patrickstar.fp8.grouped import (
     Groups,
     cast_rows,
@@ -27,12 +30,58 @@ from patrickstar.fp8.grouped import (
     multiply_columns,
     turn,
 )
-from patrickstar.fp8.linear import Recipe
+from patrickstar.fp8.linear import RECIPES, Recipe
 from patrickstar.module import expert_rows
 from patrickstar.module.expert_rows import Routing
 
 LEAST_ROWS = 1024
 """Rows per expert, on average. Fewer are faster in bfloat16, since casts of weights take longer than products gain."""
+_CAPABILITY = (9, 0)
+_MOST_DIFFERENCE = 0.03
+"""Largest distance of results and gradients from the host's, by norm. Codes differ where the exponential function's last bit
+does.
+"""
+
+
+@functools.cache
+def exclusion_of_experts(device: torch.device) -> str | None:
+    """Reason why experts on ``device`` do not multiply in 8 bits, by a trial; None: they do. The CPU emulates it."""
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability != _CAPABILITY:  # another GPU's error may end the process' use of it
+        return f"experts, whose products in 8 bits PyTorch has for Hopper, not for {torch.cuda.get_device_name(device)}"
+    try:
+        found, expected = trial(device), trial(torch.device("cpu"))
+    except RuntimeError as error:
+        return f"experts, whose products in 8 bits PyTorch {torch.__version__} refuses: {str(error).splitlines()[0]}"
+    pairs = zip(found, expected, strict=True)
+    difference = max(((a.cpu() - b).norm() / b.norm()).nan_to_num(nan=float("inf")).item() for a, b in pairs)
+    if difference > _MOST_DIFFERENCE:
+        return f"experts, whose results in 8 bits with PyTorch {torch.__version__} differ by {difference:.2g}"
+    return None
+
+
+def trial(device: torch.device) -> list[Tensor]:
+    """Results and gradients of a mixture, in float32. Of its five experts one has no rows, and one a few."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    num_tokens, hidden, width = 300, 2 * TILE, TILE
+    chosen = torch.stack([torch.zeros(num_tokens), 2 + (torch.arange(num_tokens) % 2)], 1).long()
+    chosen[:7, 0] = 4
+    given = (normal(num_tokens, hidden), normal(num_tokens, 2), normal(5, 2 * width, hidden), normal(5, hidden, width))
+    scales, dtypes = (1.0, 1.0, 0.1, 0.1), (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
+    with torch.enable_grad():
+        inputs = [
+            (value * scale).to(device, dtype).requires_grad_()
+            for value, scale, dtype in zip(given, scales, dtypes, strict=True)
+        ]
+        out = mixture(*inputs, Routing.of(chosen.to(device), 5), RECIPES[Fp8Recipe.ROWWISE])
+        grads = torch.autograd.grad(out, inputs, normal(num_tokens, hidden).to(out))
+    return [value.detach().float() for value in (out, *grads)]
 
 
 def multiplies_in_8_bits(module: nn.Module, hidden: Tensor, num_rows: int, num_experts: int) -> bool:

@@ -10,11 +10,11 @@ from patrickstar.activations.offloaders import ActivationOffloader, activation_o
 from patrickstar.activations.remedies import ActivationRemedies, change_activations
 from patrickstar.config import rule_of
 from patrickstar.experts.hit_rows import HitRows
-from patrickstar.fp8.support import exclusion_of_grouped
 from patrickstar.module.adoption import MovedRest
 from patrickstar.module.compiled.units import CompiledUnits
 from patrickstar.module.converted_module import ConvertedModule
 from patrickstar.module.first_rank_values import share_rest
+from patrickstar.module.fp8_experts import exclusion_of_experts
 from patrickstar.module.fp8_layers import Fp8Layers
 from patrickstar.module.hooks import ModuleHooks
 from patrickstar.module.managed import ManagedParams
@@ -129,7 +129,7 @@ def _make_running(session: Session, undo: Teardown, largest_module_bytes: int) -
     remedies = ActivationRemedies(module, config)
     changed = change_activations(module, config.activations, len(ranks.members))
     undo.callback(changed.close)
-    fp8 = None if config.fp8 is None else Fp8Layers(module, config.fp8, exclusion_of_grouped(device))
+    fp8 = None if config.fp8 is None else Fp8Layers(module, config.fp8, exclusion_of_experts(device))
     if fp8 is not None:
         undo.callback(fp8.restore)
     meet, num_steps = runtime.meet_ranks, lambda: session.num_steps

@@ -275,3 +275,18 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
         engine.close()
     assert found == losses
     assert all(last[name].equal(state[name]) for name in state)
+
+
+@pytest.mark.parametrize(("factor", "reason"), [(1.01, None), (1.1, "differ by 0.1"), (float("nan"), "differ by inf")])
+def test_a_gpu_whose_kernels_give_other_values_keeps_experts_in_16_bits(monkeypatch, factor, reason):
+    expected = fp8_experts.trial(torch.device("cpu"))
+    assert all(value.isfinite().all() and value.any() for value in expected)
+    assert not expected[3][1].any() and expected[3][0].any()  # expert 1 has no rows
+
+    def tried(device):
+        return [*expected[:-1], expected[-1] * (factor if device.type == "cuda" else 1.0)]
+
+    monkeypatch.setattr(fp8_experts, "trial", tried)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = fp8_experts.exclusion_of_experts.__wrapped__(torch.device("cuda", 0))
+    assert found is None if reason is None else reason in found

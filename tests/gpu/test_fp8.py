@@ -16,7 +16,6 @@ from patrickstar.fp8.grouped import (
 )
 from patrickstar.fp8.linear import RECIPES, fp8_class
 from patrickstar.fp8.products import Sum, product
-from patrickstar.fp8.support import exclusion_of_grouped
 from patrickstar.module import expert_rows, fp8_experts
 from patrickstar.module.fp8_layers import Fp8Layers
 from tests.fp8.test_experts import make_experts, small_layers
@@ -104,8 +103,8 @@ def test_compiled_layers_give_the_bits_of_eager_ones_and_the_cpus_within_roundin
         assert found.equal(expected)
 
 
-def test_this_gpu_multiplies_groups_if_it_is_hopper():
-    reason = exclusion_of_grouped(torch.device("cuda", torch.cuda.current_device()))
+def test_this_gpu_multiplies_experts_if_it_is_hopper():
+    reason = fp8_experts.exclusion_of_experts(torch.device("cuda", torch.cuda.current_device()))
     assert (reason is None) == (torch.cuda.get_device_capability() == (9, 0)), reason
 
 
