@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar.activations.offloaded_activations import Offloaded, OffloadStore
+from patrickstar.fp8.products import MULTIPLY
 
 _aten = torch.ops.aten
 
@@ -59,9 +60,14 @@ _DROPOUT_AT = {
 }
 """Position of ``dropout_p`` among the arguments of each PyTorch kernel whose results backward needs."""
 _MATRIX_PRODUCTS = frozenset(
-    operation.default
-    for name in ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
-    if (operation := getattr(_aten, name, None)) is not None
+    [
+        MULTIPLY,
+        *(
+            operation.default
+            for name in ("mm", "addmm", "_grouped_mm", "_scaled_mm")
+            if (operation := getattr(_aten, name, None)) is not None
+        ),
+    ]
 )
 """Products with parameters. Batched ones are left out: attention in several steps writes into their results."""
 

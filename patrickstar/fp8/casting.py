@@ -102,9 +102,7 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
         x: ``[rows, columns]``, bfloat16, columns a multiple of 128.
     """
     x = x.contiguous()
-    # Without a mode or a compiler nobody looks at operators, whose dispatch to Python takes longer than a small cast.
-    is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if x.device.type == "cuda" and not is_seen:
+    if x.device.type == "cuda" and not are_operators_seen():
         found = _cast_on_gpu(x, block, sides, format)
     else:
         found = _cast(x, block.value, sides.value, format.value)
@@ -113,6 +111,13 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
         Codes(plain, scales, block) if sides.has_plain else None,
         Codes(transposed, transposed_scales, block) if sides.has_transposed else None,
     )
+
+
+def are_operators_seen() -> bool:
+    """True for a compiler or a dispatch mode. Otherwise casts are called directly: dispatching an operator to Python
+    takes longer.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _scales_shape(rows: int, columns: int, block: Block) -> tuple[int, ...]:

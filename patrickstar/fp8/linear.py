@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from patrickstar.choices import Fp8Recipe
 from patrickstar.fp8.casting import TILE, Block, Codes, Format, Sides, cast
-from patrickstar.fp8.products import Sum, product
+from patrickstar.fp8.products import Sum, cast_weight, multiply, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class _Multiply(torch.autograd.Function):
     def forward(ctx, rows, weight, codes, turned, recipe, side):
         ctx.recipe, ctx.side = recipe, side
         ctx.save_for_backward(weight, *(turned or ())[:2])
-        return product(codes, _cast_weight(weight, recipe, side), rows.size(0), recipe.forward_sum)
+        return multiply(codes, weight, recipe.weights, side, rows.size(0), recipe.forward_sum)
 
     @staticmethod
     @once_differentiable
@@ -108,7 +108,7 @@ class _CompiledMultiply(torch.autograd.Function):
         ctx.recipe, ctx.side = recipe, side
         ctx.save_for_backward(rows, weight)
         codes, _ = cast(rows, recipe.inputs, Sides.PLAIN)
-        return product(codes, _cast_weight(weight, recipe, side), rows.size(0), recipe.forward_sum)
+        return product(codes, cast_weight(weight, recipe.weights, side), rows.size(0), recipe.forward_sum)
 
     @staticmethod
     @once_differentiable
@@ -134,16 +134,11 @@ def _gradients(
     codes, grad_turned = cast(grad, recipe.gradients, sides, recipe.gradient_format)
     grad_rows = grad_weight = None
     if weight is not None:
-        grad_rows = product(codes, _cast_weight(weight, recipe, side.other), grad.size(0))
+        grad_rows = product(codes, cast_weight(weight, recipe.weights, side.other), grad.size(0))
     if turned is not None:
         a, b = (grad_turned, turned) if side is Sides.PLAIN else (turned, grad_turned)
         grad_weight = product(a, b, a.values.size(0))
     return grad_rows, grad_weight
-
-
-def _cast_weight(weight: Tensor, recipe: Recipe, side: Sides) -> Codes:
-    plain, transposed = cast(weight, recipe.weights, side)
-    return plain if side is Sides.PLAIN else transposed
 
 
 class _LastInput(threading.local):

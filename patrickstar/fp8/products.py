@@ -7,7 +7,7 @@ import enum
 import torch
 from torch import Tensor
 
-from patrickstar.fp8.casting import TILE, Block, Codes
+from patrickstar.fp8.casting import TILE, Block, Codes, Sides, are_operators_seen, cast
 
 
 class Sum(enum.Enum):
@@ -17,6 +17,22 @@ class Sum(enum.Enum):
     """Partial sums are added in float32."""
     FAST = "fast"
     """Sums stay in the tensor cores, which round them to fewer bits (Hopper: 14)."""
+
+
+def multiply(a: Codes, weight: Tensor, block: Block, side: Sides, num_rows: int, sum: Sum) -> Tensor:
+    """``num_rows`` rows of the product of ``a`` and a weight, which is cast by ``block``; ``side``: whose rows are the
+    product's columns. A dispatch mode that keeps products sees one operator, so a recomputation casts no weight.
+    """
+    if not are_operators_seen():
+        return _multiplied(a, weight, block, side, num_rows, sum)
+    is_fast = sum is Sum.FAST
+    return MULTIPLY(a.values, a.scales, a.block.value, weight, block.value, side.value, num_rows, is_fast)
+
+
+def cast_weight(weight: Tensor, block: Block, side: Sides) -> Codes:
+    """Codes of one side of a weight."""
+    plain, transposed = cast(weight, block, side)
+    return plain if side is Sides.PLAIN else transposed
 
 
 def product(a: Codes, b: Codes, num_rows: int, sum: Sum = Sum.EXACT) -> Tensor:
@@ -47,3 +63,46 @@ def _arranged(codes: Codes) -> Tensor:
     if codes.block is Block.LINE:
         return scales.unsqueeze(1)
     return scales.reshape(()) if codes.block is Block.MATRIX else scales
+
+
+def _multiplied(a: Codes, weight: Tensor, block: Block, side: Sides, num_rows: int, sum: Sum) -> Tensor:
+    return product(a, cast_weight(weight, block, side), num_rows, sum)
+
+
+_library = torch.library.Library("patrickstar", "FRAGMENT")
+_library.define(
+    "multiply_fp8(Tensor codes, Tensor scales, int block, Tensor weight, int weight_block, int side, int num_rows,"
+    " bool is_fast) -> Tensor"
+)
+MULTIPLY = torch.ops.patrickstar.multiply_fp8.default
+"""The operator of :func:`multiply`."""
+
+
+@torch.library.impl(_library, "multiply_fp8", "CPU")
+@torch.library.impl(_library, "multiply_fp8", "CUDA")
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    weight: Tensor,
+    weight_block: int,
+    side: int,
+    num_rows: int,
+    is_fast: bool,
+) -> Tensor:
+    a, sum = Codes(codes, scales, Block(block)), Sum.FAST if is_fast else Sum.EXACT
+    return _multiplied(a, weight, Block(weight_block), Sides(side), num_rows, sum)
+
+
+@torch.library.impl(_library, "multiply_fp8", "Meta")
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    block: int,
+    weight: Tensor,
+    weight_block: int,
+    side: int,
+    num_rows: int,
+    is_fast: bool,
+) -> Tensor:
+    return weight.new_empty((num_rows, weight.size(0 if Sides(side) is Sides.PLAIN else 1)))

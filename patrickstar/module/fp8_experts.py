@@ -38,9 +38,7 @@ LEAST_ROWS = 1024
 """Rows per expert, on average. Fewer are faster in bfloat16, since casts of weights take longer than products gain."""
 _CAPABILITY = (9, 0)
 _MOST_DIFFERENCE = 0.03
-"""Largest distance of results and gradients from the host's, by norm. Codes differ where the exponential function's last bit
-does.
-"""
+"""Largest distance of results and gradients from the host's, by norm. Codes depend on an exponential's last bit."""
 
 
 @functools.cache

@@ -5,9 +5,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
+from patrickstar.activations.selective_recomputation import keep_products
 from patrickstar.choices import Fp8Recipe
 from patrickstar.config import Fp8Config
+from patrickstar.fp8 import casting
 from patrickstar.module import fp8_layers
 from patrickstar.module.fp8_layers import Fp8Layers, check_fp8
 from patrickstar.runtime import initialize_engine
@@ -174,6 +177,30 @@ def test_an_input_that_several_layers_share_is_cast_once(monkeypatch):
     del x
     assert linear._last.entry is None  # the codes' memory is free with the input's
     changed.restore()
+
+
+@pytest.mark.parametrize("recipe", Fp8Recipe)
+def test_a_recomputation_that_keeps_products_casts_no_weight(recipe, monkeypatch):
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
+    layers = Fp8Layers(model, Fp8Config(recipe=recipe))
+    x = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True)
+    cast, numels = casting.cast_on_host, []
+
+    def counted(matrix, *rest):
+        numels.append(matrix.numel())
+        return cast(matrix, *rest)
+
+    monkeypatch.setattr(casting, "cast_on_host", counted)
+    found = []
+    for contexts in (None, keep_products):
+        numels.clear()
+        out = model(x) if contexts is None else checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        grads = torch.autograd.grad(out.float().square().sum(), [x, *model.parameters()])
+        found.append((list(numels), [out.detach(), *grads]))
+    (without, expected), (with_kept, kept) = found
+    assert all(a.equal(b) for a, b in zip(kept, expected, strict=True))
+    assert len(with_kept) - len(without) == 4  # both sides of two inputs
+    layers.restore()
 
 
 @pytest.mark.parametrize(
