@@ -56,7 +56,7 @@ def engine_of(dtype: str, params: dict[str, Any]) -> Any:
 def own_state(engine: Any, optimizer: Any) -> State:
     """Masters and states of an engine."""
     values = engine.state_dict()
-    names = [name for group in groups_by_name(engine.module) for name in group]
+    names = [name for group in groups_by_name() for name in group]
     states = optimizer.state_dict()["state"]
     return {
         name: {"fp32": values[name].float(), **{kind: states[index][kind] for kind in KINDS}}
@@ -64,10 +64,9 @@ def own_state(engine: Any, optimizer: Any) -> State:
     }
 
 
-def groups_by_name(module: torch.nn.Module) -> list[list[str]]:
+def groups_by_name() -> list[list[str]]:
     """Names of the trained parameters by group, in the optimizer's order."""
     trained = [(name, param.dim()) for name, param in Net().named_parameters() if param.requires_grad]
-    del module
     return [[name for name, dim in trained if dim == 2], [name for name, dim in trained if dim != 2]]
 
 
@@ -190,7 +189,7 @@ def titan(folder: Path, params: dict[str, Any], ranks: int) -> tuple[Any, Any, A
     model = Net()
     if ranks > 1:
         fully_shard(model)
-    patterns = ["|".join(name.replace(".", r"\.") for name in names) for names in groups_by_name(model)]
+    patterns = ["|".join(name.replace(".", r"\.") for name in names) for names in groups_by_name()]
     groups = [
         ParamGroupConfig(
             pattern=f"^({pattern})$", optimizer_name="AdamW", optimizer_kwargs={**params, "weight_decay": decay}
