@@ -17,7 +17,7 @@ from torch import nn
 from benchmark.common import provenance, show
 from patrickstar.choices import Fp8Recipe
 from patrickstar.fp8.linear import RECIPES
-from patrickstar.fp8.support import exclusion_of_grouped
+from patrickstar.module.fp8_experts import exclusion_of_experts
 from patrickstar.module.fused_experts import fuse_experts
 
 _WARMUP, _TIMED, _SHOWN = 3, 8, 16
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import transformers
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    reason = exclusion_of_grouped(torch.device("cuda", torch.cuda.current_device()))
+    reason = exclusion_of_experts(torch.device("cuda", torch.cuda.current_device()))
     if reason is not None:
         raise SystemExit(reason)
     config = transformers.Qwen3MoeConfig(

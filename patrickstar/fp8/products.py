@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from patrickstar.fp8.casting import TILE, Block, Codes, Sides, are_operators_seen, cast
 
@@ -106,3 +109,8 @@ def _(
     is_fast: bool,
 ) -> Tensor:
     return weight.new_empty((num_rows, weight.size(0 if Sides(side) is Sides.PLAIN else 1)))
+
+
+@register_flop_formula(torch.ops.patrickstar.multiply_fp8)
+def _(codes: Any, scales: Any, block: int, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * codes[0] * math.prod(weight)  # of shapes

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from patrickstar.fp8.casting import TILE
+from patrickstar.fp8.products import MULTIPLY
 from patrickstar.planning.machines import Gpu
 
 _aten = torch.ops.aten
@@ -116,7 +117,13 @@ class OperationCosts:
         args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # products with an explicit output dtype
         flops = float(count(*args, **kwargs, out_val=out))
         narrowest = min(tensor.itemsize for tensor in inputs)  # sums may be wider
-        return Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
+        product = Cost(max(seconds, flops / self._gpu.matmul_flops(narrowest)), flops)
+        return product if packet is not MULTIPLY.overloadpacket else self._with_cast(product, args[3])
+
+    def _with_cast(self, product: Cost, weight: torch.Tensor) -> Cost:
+        """The cost of a product whose weight is cast to 8 bits before."""
+        num_bytes = weight.numel() * (weight.itemsize + 1)
+        return Cost(product.seconds + num_bytes / self._gpu.memory_bytes_per_second, product.flops)
 
     def _count_attention(self, kernel: FusedKernel, args: Any, kwargs: Any) -> Cost:
         query, key, value = args[kernel.query : kernel.query + 3]

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from patrickstar.activations.selective_recomputation import keep_products
 from patrickstar.choices import Fp8Recipe
@@ -177,6 +178,19 @@ def test_an_input_that_several_layers_share_is_cast_once(monkeypatch):
     del x
     assert linear._last.entry is None  # the codes' memory is free with the input's
     changed.restore()
+
+
+def test_flops_are_those_of_16_bits():
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).bfloat16()
+    found = []
+    for section in (None, Fp8Config()):
+        layers = section and Fp8Layers(model, section)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.randn(256, 128, dtype=torch.bfloat16)).sum().backward()
+        found.append(counter.get_total_flops())
+        if layers:
+            layers.restore()
+    assert found[0] == found[1] > 0
 
 
 @pytest.mark.parametrize("recipe", Fp8Recipe)
