@@ -25,7 +25,7 @@ def choose_by_fixed_times(setattr=setattr):
     setattr(recompute_choice.CallMeasurement, "finish", fixed)
 
 
-ALONE, BESIDE_A_STEP = 1e6, 1e-3  # updates on the host, 1e9 parameters per second
+ALONE, BESIDE_A_STEP = 1e6, 1e-4  # updates on the host, 1e9 parameters per second
 
 
 def update_slower_beside_steps(setattr=setattr):

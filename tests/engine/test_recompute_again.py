@@ -18,7 +18,7 @@ def test_slow_updates_let_calls_save_less_so_that_more_states_rest_on_the_device
 
     with caplog.at_level("INFO", "patrickstar"):
         auto = train(CASE, CONFIG | {"device_memory": "5MiB"}, 10, checkpointing=False, before_step=look)
-    assert saved[1] == 0 < saved[-1]
+    assert saved[1] < saved[-1]
     assert states[1] < states[-1]
     assert " s as before" in caplog.text
     assert_same(auto, always)
