@@ -149,7 +149,7 @@ BUGS = (
     Edit(29, "a cancelled update is not awaited", "engine/speculation.cpp",
          "if (values.are_in_place()) return take_back(std::move(values));\n  backend_.settle(values.done);",
          "if (values.are_in_place()) return take_back(std::move(values));"),
-    Edit(30, "an update is taken back while it runs", "engine/speculation.cpp",
+    Edit(30, "an update is rolled back while it runs", "engine/speculation.cpp",
          "backend_.settle(values.done);\n  HostUpdate back;",
          "if (!planted(30)) backend_.settle(values.done);\n  HostUpdate back;"),
     Edit(31, "a round trip's states are not marked as on their way", "engine/chunk_updates.cpp",

@@ -81,7 +81,7 @@ class Way:
     before_step: Callable[[Any, int], None] = lambda engine, step: None
     """Leaves numbers as they are."""
     learning_rates: tuple[float, ...] = (2e-3,) * STEPS
-    """Set between backward and step: an update ahead with another rate is taken back."""
+    """Set between backward and step: an update ahead with another rate is rolled back."""
 
 
 class Paths(training.Net):
@@ -129,9 +129,9 @@ WAYS = {
     "updates ahead, with clipping": Way(
         config(speculation="always", gradient_clipping=0.05, **SCARCE), micro_batches=2
     ),
-    "updates ahead that are taken back": Way(config(speculation="always", **SCARCE), learning_rates=RATES),
+    "updates ahead that are rolled back": Way(config(speculation="always", **SCARCE), learning_rates=RATES),
     "values in place": Way(config(speculation="always", host_memory=IN_PLACE, **SCARCE)),
-    "values in place that are taken back": Way(
+    "values in place that are rolled back": Way(
         config(speculation="always", host_memory=IN_PLACE, **SCARCE), learning_rates=RATES
     ),
     "updates that commit in backward": Way(config(speculation="commit", **SCARCE)),
@@ -222,8 +222,8 @@ SHOWN_IN = {
     **dict.fromkeys((5, 6, 8, 9, 10, 13, 28, 32, 33), "scarce device memory"),
     **dict.fromkeys((1,), "updates on the host"),
     **dict.fromkeys((7,), "updates ahead, with clipping"),
-    **dict.fromkeys((29,), "updates ahead that are taken back"),
-    **dict.fromkeys((30,), "values in place that are taken back"),
+    **dict.fromkeys((29,), "updates ahead that are rolled back"),
+    **dict.fromkeys((30,), "values in place that are rolled back"),
     **dict.fromkeys((27,), "updates that commit in backward"),
     **dict.fromkeys((14, 19, 21, 22, 23, 35), "states on a disk"),
     **dict.fromkeys((15, 16, 18, 31, 34), "round trips"),

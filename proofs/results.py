@@ -80,7 +80,8 @@ def write(
         "planted": found,
     }
     file = folder / f"{proof.name}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1).replace(f"{ROOT}/", "")  # of tracebacks
+    file.write_text(text + "\n")
     return file
 
 

@@ -210,7 +210,7 @@ __device__ inline uint32_t bfloat16_pair(uint32_t codes, float scale) {
   const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
   const uint32_t low = __float_as_uint(__half2float(__half(__half_raw{halves.x})) * scale);
   const uint32_t high = __float_as_uint(__half2float(__half(__half_raw{halves.y})) * scale);
-  return low >> 16 | (high & 0xffff0000u);  // exact but for numbers below the normal ones
+  return low >> 16 | (high & 0xffff0000u);  // exact except for subnormal numbers
 }
 
 __device__ inline void load_group(const Turn& args, const GroupTile& place, int64_t column, Tile& tile) {

@@ -11,8 +11,8 @@ meta device know.
 from __future__ import annotations
 
 import enum
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +120,16 @@ def are_operators_seen() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Context in which the GPU of ``x`` is the current one."""
+    return nullcontext() if x.device.index == torch.cuda.current_device() else torch.cuda.device(x.device)
+
+
+def stream_of(x: Tensor) -> int:
+    """Address of the current stream on the GPU of ``x``."""
+    return torch._C._cuda_getCurrentRawStream(x.device.index)
+
+
 def _scales_shape(rows: int, columns: int, block: Block) -> tuple[int, ...]:
     if block is Block.LINE:
         return (rows,)
@@ -133,10 +143,10 @@ def _empty(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor
     rows, columns = x.shape
     rows += -rows % TILE
     found: list[Tensor | None] = [None] * 4
-    if sides is not Sides.TRANSPOSED:
+    if sides.has_plain:
         found[0] = x.new_empty((rows, columns), dtype=format.dtype)
         found[1] = x.new_empty(_scales_shape(rows, columns, block), dtype=torch.float32)
-    if sides is not Sides.PLAIN:
+    if sides.has_transposed:
         found[2] = x.new_empty((columns, rows), dtype=format.dtype)
         found[3] = x.new_empty(_scales_shape(columns, rows, block), dtype=torch.float32)
     return found
@@ -205,9 +215,9 @@ def _cast_on_gpu(x: Tensor, block: Block, sides: Sides, format: Format) -> list[
     num_measured = rows + columns if block is Block.LINE else int(block is Block.MATRIX)
     largest = x.new_empty(num_measured, dtype=torch.int32)
     addresses = [0 if result is None else result.data_ptr() for result in found]
-    with torch.cuda.device(x.device) if x.device.index != torch.cuda.current_device() else nullcontext():
+    with device_of(x):
         _C.fp8.cuda_cast(
             x.data_ptr(), num_rows, rows, columns, block.value, format.value, *addresses, largest.data_ptr(),
-            torch._C._cuda_getCurrentRawStream(x.device.index),
+            stream_of(x),
         )  # fmt: skip
     return found

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from patrickstar import _C
-from patrickstar.fp8.casting import TILE, Block, Codes, Format, cast_on_host
+from patrickstar.fp8.casting import TILE, Block, Codes, Format, cast_on_host, device_of, stream_of
 from patrickstar.fp8.products import Sum
 
 MOST_GROUPS = 1023
@@ -166,10 +166,10 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.impl(_library, "cast_fp8_rows", "CUDA")
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = empty_codes(x, *x.shape)
-    with torch.cuda.device(x.device):
+    with device_of(x):
         _C.fp8.cuda_cast_rows(
             x.data_ptr(), *x.shape, codes.data_ptr(), scales.data_ptr(),
-            torch.cuda.current_stream(x.device).cuda_stream,
+            stream_of(x),
         )  # fmt: skip
     return codes, scales
 
@@ -185,7 +185,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     codes, code_scales = _empty_columns(x, ends.numel(), num_tiles)
     values = x.float()
-    if scales is not None:  # bfloat16, exact but for numbers below the normal ones
+    if scales is not None:  # bfloat16, exact except for subnormal numbers
         values = ((values * scales.unsqueeze(1)).view(torch.int32) & -0x10000).view(torch.float32)
     begin = padded_begin = 0
     for group, (end, padded_end) in enumerate(zip(ends.tolist(), padded_ends.tolist(), strict=True)):
@@ -212,11 +212,11 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     codes, code_scales = _empty_columns(x, ends.numel(), num_tiles)
     largest = torch.empty(code_scales.shape, dtype=torch.int32, device=x.device)
-    with torch.cuda.device(x.device):
+    with device_of(x):
         _C.fp8.cuda_turn(
             x.data_ptr(), 0 if scales is None else scales.data_ptr(), 0 if sources is None else sources.data_ptr(),
             ends.data_ptr(), padded_ends.data_ptr(), ends.numel(), num_tiles, x.size(1), codes.data_ptr(),
-            code_scales.data_ptr(), largest.data_ptr(), torch.cuda.current_stream(x.device).cuda_stream,
+            code_scales.data_ptr(), largest.data_ptr(), stream_of(x),
         )  # fmt: skip
     return codes, code_scales
 

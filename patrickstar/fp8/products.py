@@ -98,16 +98,7 @@ def _(
 
 
 @torch.library.impl(_library, "multiply_fp8", "Meta")
-def _(
-    codes: Tensor,
-    scales: Tensor,
-    block: int,
-    weight: Tensor,
-    weight_block: int,
-    side: int,
-    num_rows: int,
-    is_fast: bool,
-) -> Tensor:
+def _(codes, scales, block, weight, weight_block, side, num_rows, is_fast):
     return weight.new_empty((num_rows, weight.size(0 if Sides(side) is Sides.PLAIN else 1)))
 
 

@@ -61,7 +61,11 @@ def _difference(device: torch.device, recipe: Fp8Recipe) -> float:
             right = cast(b.to(place), b_block, Sides.PLAIN)[0]
             found.append(product(left, right, _TRIAL_SIZE).float().cpu())
         expected, computed = found
-        worst = max(
-            worst, ((computed - expected).abs().max() / expected.abs().max()).nan_to_num(nan=float("inf")).item()
-        )
+        worst = max(worst, _distance(computed, expected))
     return worst
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference over the largest entry; infinite for a NaN."""
+    difference = (found - expected).abs().max() / expected.abs().max()
+    return difference.nan_to_num(nan=float("inf")).item()

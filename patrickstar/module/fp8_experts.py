@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from patrickstar import _C
 from patrickstar.choices import Fp8Recipe
-from patrickstar.fp8.casting import TILE, Block, Codes
+from patrickstar.fp8.casting import TILE, Block, Codes, device_of, stream_of
 from patrickstar.fp8.grouped import (
     Groups,
     cast_rows,
@@ -242,9 +242,9 @@ def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.impl(_library, "cast_fp8_swiglu", "CUDA")
 def _(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = empty_codes(gate_up, gate_up.size(0), gate_up.size(1) // 2)
-    with torch.cuda.device(gate_up.device):
+    with device_of(gate_up):
         _C.fp8.cuda_cast_swiglu(
-            gate_up.data_ptr(), *codes.shape, codes.data_ptr(), scales.data_ptr(), _stream(gate_up)
+            gate_up.data_ptr(), *codes.shape, codes.data_ptr(), scales.data_ptr(), stream_of(gate_up)
         )  # fmt: skip
     return codes, scales
 
@@ -262,9 +262,9 @@ def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.impl(_library, "cast_fp8_swiglu_gradient", "CUDA")
 def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     codes, scales = empty_codes(gate_up, *gate_up.shape)
-    with torch.cuda.device(gate_up.device):
+    with device_of(gate_up):
         _C.fp8.cuda_cast_swiglu_gradient(
-            gate_up.data_ptr(), grad.data_ptr(), *codes.shape, codes.data_ptr(), scales.data_ptr(), _stream(gate_up)
+            gate_up.data_ptr(), grad.data_ptr(), *codes.shape, codes.data_ptr(), scales.data_ptr(), stream_of(gate_up)
         )  # fmt: skip
     return codes, scales
 
@@ -283,13 +283,9 @@ def _(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tens
 @torch.library.impl(_library, "cast_fp8_weighted", "CUDA")
 def _(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (codes, scales), grad_weights = empty_codes(rows, *rows.shape), torch.empty_like(weights)
-    with torch.cuda.device(rows.device):
+    with device_of(rows):
         _C.fp8.cuda_cast_weighted(
             grad.data_ptr(), rows.data_ptr(), tokens.data_ptr(), weights.data_ptr(), grad_weights.data_ptr(),
-            *codes.shape, codes.data_ptr(), scales.data_ptr(), _stream(rows),
+            *codes.shape, codes.data_ptr(), scales.data_ptr(), stream_of(rows),
         )  # fmt: skip
     return codes, scales, grad_weights
-
-
-def _stream(tensor: Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream

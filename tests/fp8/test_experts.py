@@ -10,10 +10,8 @@ from patrickstar.config import Fp8Config
 from patrickstar.module import expert_rows, fp8_experts, fp8_layers
 from patrickstar.module.fp8_layers import Fp8Layers
 from patrickstar.module.fused_experts import fuse_experts
-from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.fp8.test_layers import fake_quantized, tokens, train
-from tests.training import make_config
+from tests.fp8.test_layers import fake_quantized, resumed, train
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 8
 
@@ -258,21 +256,7 @@ def test_two_ranks_have_equal_bits_within_budgets():
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
     losses, state, _ = train(mixture, Fp8Recipe.ROWWISE, steps=3)
-    found = []
-    for begin, end in ((0, 2), (2, 3)):
-        torch.manual_seed(0)
-        engine, optimizer = initialize_engine(mixture, 0, make_config("bf16", gradient_clipping=1.0, fp8={}))
-        if begin:
-            engine.load_checkpoint(tmp_path)
-        for step in range(begin, end):
-            loss = engine(**tokens(step)).loss
-            engine.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        engine.save_checkpoint(tmp_path, "tag")
-        last = {name: value.clone() for name, value in engine.state_dict().items()}
-        engine.close()
+    found, last = resumed(mixture, 2, 3, tmp_path)
     assert found == losses
     assert all(last[name].equal(state[name]) for name in state)
 

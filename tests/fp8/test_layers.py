@@ -248,24 +248,29 @@ def test_two_ranks_have_equal_bits_within_budgets():
         assert all(value.equal(within[1][name]) for name, value in whole[1].items())
 
 
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
-    losses, state, _ = train(llama, Fp8Recipe.ROWWISE, steps=4)
-    torch.manual_seed(0)
-    config = make_config("bf16", gradient_clipping=1.0, fp8={})
+def resumed(build, split, steps, folder):
+    """Losses and values of a run that is saved, closed and loaded after ``split`` steps."""
     found = []
-    for begin, end in ((0, 2), (2, 4)):
-        engine, optimizer = initialize_engine(llama, 0, config)
+    for begin, end in ((0, split), (split, steps)):
+        torch.manual_seed(0)
+        engine, optimizer = initialize_engine(build, 0, make_config("bf16", gradient_clipping=1.0, fp8={}))
         if begin:
-            engine.load_checkpoint(tmp_path)
+            engine.load_checkpoint(folder)
         for step in range(begin, end):
             loss = engine(**tokens(step)).loss
             engine.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
-        engine.save_checkpoint(tmp_path, "tag")
+        engine.save_checkpoint(folder, "tag")
         last = {name: value.clone() for name, value in engine.state_dict().items()}
         engine.close()
+    return found, last
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
+    losses, state, _ = train(llama, Fp8Recipe.ROWWISE, steps=4)
+    found, last = resumed(llama, 2, 4, tmp_path)
     assert found == losses
     assert all(last[name].equal(state[name]) for name in state)
 
