@@ -1,7 +1,8 @@
-"""Quality of schemes with fewer bytes per parameter: held-out losses of a GPT-2 (``examples/finetune_gpt2.py``).
+"""Quality of schemes with fewer bytes per parameter: held-out losses of a GPT-2 or a Llama from scratch.
 
-A GPT-2 trains from scratch on CPython's language reference, or with ``--docstrings-of torch transformers`` on some
-10 MB of these packages' docstrings, once for each scheme and seed. The seed decides initial values and order. A
+The GPT-2 (``examples/finetune_gpt2.py``) trains on CPython's language reference, or with ``--docstrings-of torch
+transformers`` on some 10 MB of these packages' docstrings; the Llama (``patrickstar finetune``) on such docstrings,
+packed. Each scheme and seed is a training, on the GPUs in turn. The seed decides initial values and order. A
 difference between schemes is significant only if it exceeds the spread of the float32 runs over seeds. Schemes are
 those of ``optimizer.states`` with AdamW, ``stochastic`` (states of 8 bits, no masters), ``lion``, and recipes of
 products in FP8 with float32 states. All others multiply in bfloat16. Lion has a third of AdamW's learning rate and
@@ -18,15 +19,21 @@ import argparse
 import ast
 import hashlib
 import importlib.util
+import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmark.common import provenance
 from patrickstar.choices import Fp8Recipe
@@ -50,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schemes", nargs="+", choices=SCHEMES, default=[name for name in SCHEMES if not name.startswith("fp8")]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--model-size", default="small", help="of the example")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="of the example")
+    parser.add_argument("--model-size", default="small", help="of the GPT-2, or HIDDENxLAYERS of a Llama")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--docstrings-of", nargs="+", default=[], metavar="PACKAGE", help="text instead of CPython's")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -60,26 +68,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains each scheme and seed in its own process."""
+    """Trains each scheme and seed in its own process.
+
+    Raises:
+        SystemExit: a Llama without docstrings, or a training that failed.
+    """
+    if _is_llama(args) and not args.docstrings_of:
+        raise SystemExit("a Llama trains on docstrings; give --docstrings-of, such as torch transformers")
     curves: dict[str, dict[int, dict[int, float]]] = {scheme: {} for scheme in args.schemes}
     asked = [(scheme, seed) for seed in args.seeds for scheme in args.schemes]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        text = _write_docstrings(args.docstrings_of, Path(folder)) if args.docstrings_of else None
-        found = pool.map(lambda pair: _train(*pair, args, text), asked)
+        text = _write_docstrings(args, Path(folder)) if args.docstrings_of else None
+        found = pool.map(lambda numbered: _train(*numbered[1], args, text, numbered[0]), enumerate(asked))
         for (scheme, seed), curve in zip(asked, found, strict=True):
             curves[scheme][seed] = curve
-            print(f"{scheme}, seed {seed}: {curve}", file=sys.stderr, flush=True)
     rows = [_row(scheme, curves) for scheme in args.schemes]
     if args.plot:
         _plot(curves, args.plot)
-    names = ("model_size", "vocab_size", "docstrings_of", "steps", "batch_size", "seeds")
+    names = ("model_size", "vocab_size", "seq_len", "docstrings_of", "steps", "batch_size", "seeds")
     settings = {name: getattr(args, name) for name in names}
     return {"case": "quality", **settings, "rows": rows, "curves": curves, **provenance()}
 
 
-def _write_docstrings(packages: list[str], folder: Path) -> Path:
+def _is_llama(args: argparse.Namespace) -> bool:
+    return "x" in args.model_size and args.model_size[0].isdigit()
+
+
+def _write_docstrings(args: argparse.Namespace, folder: Path) -> Path:
     """Docstrings, each paragraph once; files in a pseudo-random order, so that the held-out end is like the rest."""
-    roots = [Path(importlib.util.find_spec(package).origin).parent for package in packages]
+    roots = [Path(importlib.util.find_spec(package).origin).parent for package in args.docstrings_of]
     named = {f"{root.name}/{path.relative_to(root)}": path for root in roots for path in root.rglob("*.py")}
     order = sorted(named, key=lambda name: hashlib.sha256(name.encode()).digest())
     paragraphs: dict[str, str] = {}
@@ -87,8 +104,17 @@ def _write_docstrings(packages: list[str], folder: Path) -> Path:
         for docstrings in pool.map(_docstrings, [named[name] for name in order], chunksize=32):
             for paragraph in (paragraph for docstring in docstrings for paragraph in docstring.split("\n\n")):
                 paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
+    if _is_llama(args):
+        return _write_conversations(paragraphs.values(), folder / "docstrings.jsonl")
     path = folder / "docstrings.txt"
     path.write_text("\n\n".join(paragraphs.values()), encoding="utf-8")
+    return path
+
+
+def _write_conversations(paragraphs: Iterable[str], path: Path) -> Path:
+    """Each paragraph as the answer to the same prompt."""
+    lines = [json.dumps({"prompt": "docstring", "answer": paragraph}) for paragraph in paragraphs if paragraph.strip()]
+    path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
@@ -103,21 +129,40 @@ def _docstrings(path: Path) -> list[str]:
     return [docstring for docstring in found if docstring]
 
 
-def _train(scheme: str, seed: int, args: argparse.Namespace, text: Path | None) -> dict[int, float]:
-    """Held-out losses by step."""
+def _train(scheme: str, seed: int, args: argparse.Namespace, text: Path | None, number: int) -> dict[int, float]:
+    """Held-out losses by step; ``number``: of the training, which decides its GPU."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"seed": seed, "model-size": args.model_size, "steps": args.steps, "batch-size": args.batch_size}
+        flags = {"seed": seed, "steps": args.steps, "batch-size": args.batch_size, "seq-len": args.seq_len}
         flags |= {"vocab-size": args.vocab_size, "precision": "bf16", "lr": _RATE, "weight-decay": _DECAY}
-        flags |= {"output-dir": folder} | ({"text": text} if text else {}) | SCHEMES[scheme]
+        flags |= {"output-dir": folder} | SCHEMES[scheme]
+        if _is_llama(args):
+            hidden, layers = args.model_size.split("x")
+            flags |= {"hidden": hidden, "layers": layers, "data": text, "samples": 0}
+            program = ["-m", "patrickstar", "finetune", "--packing"]
+        else:
+            flags |= {"model-size": args.model_size} | ({"text": text} if text else {})
+            program = [str(EXAMPLE)]
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        done = subprocess.run(
-            [sys.executable, EXAMPLE, "--overwrite", *words],
+        num_gpus = torch.cuda.device_count()
+        gpu = {"CUDA_VISIBLE_DEVICES": str(number % num_gpus)} if num_gpus > 0 else {}
+        with subprocess.Popen(
+            [sys.executable, *program, "--overwrite", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            capture_output=True,
-        )
-    if done.returncode != 0:
-        sys.exit(f"{EXAMPLE.name} ({scheme}) ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    return {int(step): float(loss) for step, loss in _SCORE.findall(done.stdout + done.stderr)}
+            env=os.environ | gpu,
+        ) as training:
+            output = list(map(partial(_shown, f"{scheme}, seed {seed}"), training.stdout or []))
+    if training.returncode != 0:
+        sys.exit(f"{' '.join(program)} ({scheme}) ended with {training.returncode}:\n{''.join(output)[-2000:]}")
+    return {int(step): float(loss) for step, loss in _SCORE.findall("".join(output))}
+
+
+def _shown(name: str, line: str) -> str:
+    """The line, which goes to standard error if it has a loss."""
+    if _SCORE.search(line):
+        print(f"{name}: {line.rstrip()}", file=sys.stderr, flush=True)
+    return line
 
 
 def _row(scheme: str, curves: dict[str, dict[int, dict[int, float]]]) -> dict[str, Any]:
@@ -156,11 +201,12 @@ def _plot(curves: dict[str, dict[int, dict[int, float]]], path: Path) -> None:
 
 def format_table(result: dict[str, Any]) -> str:
     lines = [
-        f"GPT-2 {result['model_size']} on {' and '.join(result['docstrings_of']) or 'CPython'}, "
-        f"{result['steps']} steps of {result['batch_size']} sequences, seeds {', '.join(map(str, result['seeds']))}",
-        f"{'scheme':<11}{'loss':>9}{'least':>9}{'most':>9}{'against fp32':>14}",
+        f"{result['model_size']} on {' and '.join(result['docstrings_of']) or 'CPython'}, "
+        f"{result['steps']} steps of {result['batch_size']} x {result['seq_len']} tokens, "
+        f"seeds {', '.join(map(str, result['seeds']))}",
+        f"{'scheme':<15}{'loss':>9}{'least':>9}{'most':>9}{'against fp32':>14}",
     ]
     for row in result["rows"]:
         gap = "" if row["against_fp32"] is None else f"{row['against_fp32']:+.2%}"
-        lines.append(f"{row['scheme']:<11}{row['loss']:>9.4f}{row['least']:>9.4f}{row['most']:>9.4f}{gap:>14}")
+        lines.append(f"{row['scheme']:<15}{row['loss']:>9.4f}{row['least']:>9.4f}{row['most']:>9.4f}{gap:>14}")
     return "\n".join(lines)

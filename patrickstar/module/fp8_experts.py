@@ -34,8 +34,11 @@ from patrickstar.fp8.linear import RECIPES, Recipe
 from patrickstar.module import expert_rows
 from patrickstar.module.expert_rows import Routing
 
-LEAST_ROWS = 1024
-"""Rows per expert, on average. Fewer are faster in bfloat16, since casts of weights take longer than products gain."""
+LEAST_ROWS = 2048
+"""Rows per expert, on average. Fewer are no faster than in bfloat16: casts of weights take as long as products gain,
+and PyTorch's kernels of exact sums spill registers unless two sizes of a product are 2048 or more
+(``benchmark/results/h200-fp8-experts.txt``).
+"""
 _CAPABILITY = (9, 0)
 _MOST_DIFFERENCE = 0.03
 """Largest distance of results and gradients from the host's, by norm. Codes depend on an exponential's last bit."""

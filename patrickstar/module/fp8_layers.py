@@ -24,6 +24,10 @@ from patrickstar.module.linear_layers import LinearLayer, is_named, linear_layer
 
 LEAST_NUMEL = 2**19
 """Weights with fewer elements are faster in bfloat16, since casts and launches take longer than the product gains."""
+LEAST_EXPERT = (2048, 1024)
+"""Hidden and intermediate sizes of experts. Smaller ones are no faster than in bfloat16
+(``benchmark/results/h200-fp8-experts.txt``).
+"""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Last parts of the names of layers that choose experts; rounding would change their choice."""
 
@@ -142,6 +146,10 @@ def _exclusion_of_experts(name: str, module: nn.Module, section: Fp8Config) -> s
     for weight in weights:
         if any(size % TILE for size in weight.shape[1:]):
             return f"{' x '.join(map(str, weight.shape[1:]))} is not made of blocks of {TILE} x {TILE}"
+    sizes = weights[1].shape[1:]
+    if any(size < least for size, least in zip(sizes, LEAST_EXPERT, strict=True)):
+        least = " x ".join(map(str, LEAST_EXPERT))
+        return f"experts of {' x '.join(map(str, sizes))} elements, which are faster in bfloat16 below {least}"
     if module.num_experts > MOST_GROUPS:
         return f"{module.num_experts} experts, of which PyTorch multiplies {MOST_GROUPS} together"
     return None

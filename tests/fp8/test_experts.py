@@ -23,6 +23,7 @@ def _small_layers(monkeypatch):
 
 def small_layers(setter=setattr):
     setter(fp8_layers, "LEAST_NUMEL", 2**14)
+    setter(fp8_layers, "LEAST_EXPERT", (1, 1))
     setter(fp8_experts, "LEAST_ROWS", 1)
 
 
@@ -259,6 +260,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
     found, last = resumed(mixture, 2, 3, tmp_path)
     assert found == losses
     assert all(last[name].equal(state[name]) for name in state)
+
+
+def test_small_experts_multiply_in_16_bits_with_the_reason(monkeypatch):
+    monkeypatch.setattr(fp8_layers, "LEAST_EXPERT", (HIDDEN, INTERMEDIATE + 1))
+    changed = Fp8Layers(make_experts(), Fp8Config())
+    reason = "experts of 256 x 128 elements, which are faster in bfloat16 below 256 x 129"
+    assert changed.num_experts == 0 and changed.left_out["experts"] == reason
 
 
 @pytest.mark.parametrize(("factor", "reason"), [(1.01, None), (1.1, "differ by 0.1"), (float("nan"), "differ by inf")])
