@@ -134,18 +134,21 @@ def _others(values: Sequence[torch.Tensor]) -> Iterator[tuple[str, Updated]]:
         yield name, ByTorch(values, lambda params, of=optimizers: of.AdamW8bit(params, **_HYPERPARAMETERS), of_state)
 
 
-def _rows(length: int) -> torch.Tensor:
+def byte_rows(length: int) -> torch.Tensor:
+    """CPython's language reference as rows of ``length`` bytes, int64."""
     text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     tokens = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
     return tokens[: len(tokens) // length * length].view(-1, length)
 
 
-def _gap(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], scale: Sequence[torch.Tensor]) -> float:
-    squares = [sum(float((part.double() ** 2).sum()) for part in parts) for parts in (_less(ours, theirs), scale)]
+def distance(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], scale: Sequence[torch.Tensor]) -> float:
+    """Root mean square of the difference, over that of ``scale``."""
+    squares = [sum(float((part.double() ** 2).sum()) for part in parts) for parts in (differences(ours, theirs), scale)]
     return (squares[0] / squares[1]) ** 0.5
 
 
-def _less(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def differences(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``ones - others``, one by one."""
     return [one - other.view_as(one) for one, other in zip(ones, others, strict=True)]
 
 
@@ -156,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = _SHAPE.build()
-    rows = _rows(_SHAPE.length)
+    rows = byte_rows(_SHAPE.length)
     order = torch.randint(len(rows), (args.steps, _BATCH), generator=torch.Generator().manual_seed(1))
     exact = torch.optim.AdamW(model.parameters(), **_HYPERPARAMETERS)
     embeddings = {model.get_input_embeddings().weight, model.transformer.wpe.weight}
@@ -174,12 +177,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             other.step(grads)
             if step in shown:
                 values = [param.detach() for param in matrices]
-                distances[name][step] = _gap(other.values(), values, _less(values, begin))
+                distances[name][step] = distance(other.values(), values, differences(values, begin))
     true = list(zip(*(_of_torch(exact.state[param]) for param in matrices), strict=True))
     found = []
     for name, other in others.items():
         moments = list(zip(*other.moments(), strict=True))
-        gaps = [_gap(mine, its, its) for mine, its in zip(moments, true, strict=True)]
+        gaps = [distance(mine, its, its) for mine, its in zip(moments, true, strict=True)]
         found.append({"name": name, "distance": distances[name], "momentum": gaps[0], "variance": gaps[1]})
     numel = sum(map(torch.numel, itertools.chain(matrices)))
     return {"case": "eight_bit", "steps": args.steps, "numel": numel, "rows": found, **provenance()}

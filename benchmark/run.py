@@ -10,7 +10,7 @@ from patrickstar.command.flags import CommandParser
 CASES = (
     "adam", "schemes", "experts", "overhead", "hooks", "budget", "overlap", "steps", "paths", "expert_parallel", "lend",
     "generation", "saves", "ablation", "advice", "sequence", "longest", "tensor2d", "optimus", "panels", "quality",
-    "eight_bit", "disk", "qlora", "resize", "saved_run",
+    "eight_bit", "fp8_steps", "disk", "qlora", "resize", "saved_run",
 )  # fmt: skip
 """Modules with ``add_arguments``, ``run`` and ``format_table``; the first line of each docstring is its help."""
 

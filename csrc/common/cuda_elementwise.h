@@ -18,6 +18,8 @@ namespace patrickstar::cuda {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = int64_t{1} << 30;
+// Elements of a thread if a binary32 array takes part: 16 bytes of it.
+constexpr int kFloatPack = 4;
 
 template <DType kType>
 struct Storage {
@@ -46,7 +48,7 @@ __device__ inline uint16_t f16_from_float(float x) {
   return x == x ? __half_as_ushort(__float2half_rn(x)) : static_cast<uint16_t>(0x7e00);
 }
 
-// A NaN keeps its chunk buffer and becomes quiet, as on the CPU.
+// A NaN keeps its payload and becomes quiet, as on the CPU.
 __device__ inline float float_from_f16(uint16_t half) {
   const uint32_t magnitude = half & 0x7fffu;
   if (magnitude > 0x7c00u) {

@@ -55,7 +55,7 @@ inline uint16_t f16_from_float(float x) {
 inline float float_from_f16(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
-  // A NaN keeps its chunk buffer and becomes quiet, as the processor's conversion does it.
+  // A NaN keeps its payload and becomes quiet, as the processor's conversion does it.
   if (magnitude > 0x7c00u) return float_of(sign | 0x7fc00000u | (magnitude << 13));
   if (magnitude == 0x7c00u) return float_of(sign | 0x7f800000u);
   if (magnitude >= 0x400u) return float_of(sign | ((magnitude << 13) + 0x38000000u));

@@ -59,6 +59,9 @@ PS_STEP for_range(int64_t begin, int64_t end, const Step& step) {
 // clang-format off
 #include "optim/state_kernels.inl"
 #include "optim/adam_kernels.inl"
+#include "optim/between_kernels.inl"
+#include "optim/tile_kernels.inl"
+#include "optim/coded_kernels.inl"
 #include "optim/block_kernels.inl"
 #include "optim/momentum_kernels.inl"
 #include "optim/in_place_kernels.inl"
