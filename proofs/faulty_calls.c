@@ -111,15 +111,20 @@ OPENS(open64)
 OPENS_AT(openat)
 OPENS_AT(openat64)
 
-// Writes and reads may also be short: half of the bytes, at least one.
-static size_t shortened(size_t size) { return size > 1 ? size / 2 : size; }
+// Writes and reads may also be short: half of the bytes, at least one. The kernel transfers whole blocks of a file with
+// O_DIRECT, also where it ends early.
+enum { BLOCK = 4096 };
+static size_t shortened(int fd, size_t size) {
+  size_t unit = fcntl(fd, F_GETFL) & O_DIRECT ? BLOCK : 1;
+  return size > unit ? (size / 2 + unit - 1) / unit * unit : size;
+}
 #define MOVES(name, kind, pointer, parameters, real_types, ...)                        \
   ssize_t name parameters {                                                            \
     REAL(ssize_t, name, real_types);                                                   \
     if (fails_fd(kind, fd, #name)) {                                                   \
       if (how == LOSE) return (ssize_t)size;                                           \
       if (how != SHORT) return -1;                                                     \
-      size = shortened(size);                                                          \
+      size = shortened(fd, size);                                                      \
     }                                                                                  \
     return real(__VA_ARGS__);                                                          \
   }
@@ -136,9 +141,9 @@ MOVES(pread64, READ, void*, (int fd, void* data, size_t size, off64_t offset),
       int COMMA void* COMMA size_t COMMA off64_t, fd, data, size, offset)
 
 // For reads and writes of several pieces, half of the first one.
-static int halved(const struct iovec* pieces, struct iovec* half) {
+static int halved(int fd, const struct iovec* pieces, struct iovec* half) {
   *half = pieces[0];
-  half->iov_len = shortened(half->iov_len);
+  half->iov_len = shortened(fd, half->iov_len);
   return 1;
 }
 #define MOVES_PIECES(name, kind, offset_type, flags_type, flags)                  \
@@ -147,7 +152,7 @@ static int halved(const struct iovec* pieces, struct iovec* half) {
     struct iovec half;                                                            \
     if (fails_fd(kind, fd, #name)) {                                              \
       if (how != SHORT) return -1;                                                \
-      count = halved(pieces, &half);                                              \
+      count = halved(fd, pieces, &half);                                          \
       pieces = &half;                                                             \
     }                                                                             \
     return real(fd, pieces, count, offset COMMA_##flags);                         \

@@ -96,6 +96,8 @@ def runs(make: Callable[[Setting, float], Any], *, micro_batches: int = MICRO_BA
         signals = make(setting, seconds)
         for number in itertools.count():
             run, before = opened(f"run {number}"), signals.count
+            if isinstance(signals, BetweenUpdates):
+                signals.watch(run)
             for step in range(STEPS_PER_RUN):
                 setting.note(f"run {number}, step {step}, signal {signals.count}")
                 run.redo(step, signals)
@@ -107,6 +109,35 @@ def runs(make: Callable[[Setting, float], Any], *, micro_batches: int = MICRO_BA
             yield first_difference(run.finish(), expected, f"run {number}")
 
     return points
+
+
+class BetweenUpdates:
+    """Sends one SIGINT in half of the backwards, when all layers but the first have their gradients."""
+
+    def __init__(self, seed: int) -> None:
+        self.count = 0
+        self._chooser = random.Random(seed)
+        self._is_armed = False
+
+    def watch(self, run: SavedRun) -> None:
+        """Sends signals in backwards of ``run``."""
+        run.engine.module.layers[0].weight.register_hook(self._come)
+
+    def __enter__(self) -> None:
+        self._is_armed = self._chooser.random() < 0.5
+
+    def __exit__(self, *error: object) -> None:
+        self._is_armed = False
+
+    def _come(self, _gradient: Any) -> None:
+        if self._is_armed:
+            self._is_armed = False
+            signal.raise_signal(signal.SIGINT)
+
+
+def between_updates(setting: Setting, _seconds: float) -> BetweenUpdates:
+    """Ctrl-C in the middle of a backward that updates."""
+    return BetweenUpdates(setting.seed)
 
 
 def at_random_instants(setting: Setting, seconds: float) -> AtRandomInstants:
@@ -150,7 +181,7 @@ def planted() -> Iterator[Planted]:
     for case in ("random instants, scarce", "instructions, roomy"):
         yield Planted(f"signals are not deferred ({case})", case, undeferred)
     yield Planted("a signal in a backward comes in the middle of a hook", "random instants, scarce", open_everywhere)
-    yield Planted("a half-updated model trains on", "random instants, commit", unbroken)
+    yield Planted("a half-updated model trains on", "between updates, commit", unbroken)
 
 
 @contextlib.contextmanager
@@ -203,6 +234,7 @@ PROOF = Proof(
         Case("random instants, scarce", runs(at_random_instants, **SCARCE)),
         Case("random instants, states on a disk", runs(at_random_instants, **DISK)),
         Case("random instants, commit", runs(at_random_instants, micro_batches=1, **COMMIT)),
+        Case("between updates, commit", runs(between_updates, micro_batches=1, **COMMIT)),
         Case("handlers that return, scarce", runs(returning, **SCARCE)),
         Case("instructions, roomy", runs(at_instructions)),
         Case("instructions, scarce", runs(at_instructions, **SCARCE)),

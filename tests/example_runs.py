@@ -44,12 +44,12 @@ def imported_example(name: str) -> Iterator[ModuleType]:
             del sys.modules[module]
 
 
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals = signal.SIGINT) -> None:
     train_step, steps = training.train_step, iter(range(1, 1000))
 
     def interrupted(*args):
         if next(steps) == step:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signum)
         return train_step(*args)
 
     monkeypatch.setattr(training, "train_step", interrupted)

@@ -150,8 +150,9 @@ class OptimizerConfig(Section):
     those of chunks whose states are on the device. The user guarantees that each backward is followed by exactly one
     step with the options it began with: no accumulation, no values read or written in between (violations are refused),
     no clipping, no loss scaling. Gradients that are not finite are applied, as in ``torch.optim``. A backward that
-    fails half way leaves a partly updated model: continue from a checkpoint. On one GPU with ``bf16``, parameters and
-    states then take 12 bytes per parameter instead of 14.
+    fails half way leaves a partly updated model: continue from a checkpoint. ``load_checkpoint`` also drops a step that
+    has its backward behind it. On one GPU with ``bf16``, parameters and states then take 12 bytes per parameter instead
+    of 14.
     """
     states: Annotated[States, HONOURED] = States.FP32
     """Types of momentum and variance between updates; updates compute in float32. ``"fp32"``: 14 bytes per parameter in

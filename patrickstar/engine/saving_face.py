@@ -81,7 +81,7 @@ class SavingFace(ModuleFace):
 
         Raises:
             CheckpointError: no checkpoint, or one of another model (nothing is changed), or a damaged one.
-            StateError: gradients are pending.
+            StateError: gradients are pending. Those of ``optimizer.speculation`` ``"commit"`` are dropped.
         """
         self._session.train_unfrozen()
         with deferred_signals() as signals, self._session.guard("load_checkpoint"), signals.allowed():

@@ -113,7 +113,10 @@ def load_session(
 ) -> tuple[Path, dict[str, Any]]:
     """See ``Engine.load_checkpoint``; ``options``: None for everything."""
     options = options or LoadOptions()
-    check_between_steps(session, "load_checkpoint")
+    session.check_open()
+    drops_step = session.whole.state is not State.WHOLE or session.gradients.are_committed  # which zero_grad cannot
+    if not drops_step:
+        check_between_steps(session, "load_checkpoint")
     session.saves.finish()
     peers = peers or RankPeers(session.ranks.control)
     sink = make_sink(session, options.part)
@@ -128,7 +131,7 @@ def load_session(
             _check_state(session, checkpoint, state, lr_scheduler, options)
             same_ranks = peers.size == checkpoint.manifest.num_ranks
             rng = checkpoint.rng_states(peers.rank) if same_ranks else {}
-        if session.whole.state is not State.WHOLE:
+        if drops_step:
             give_up_step(session)
         session.whole.break_up(f"load_checkpoint left a mixed state: {checkpoint.path} was loaded in part")
         with phase(peers, f"{checkpoint.path} was loaded in part, and the engine's state is mixed; load another one"):

@@ -29,11 +29,11 @@ class Net(nn.Module):
         return self.last(hidden).square().mean() * (1 + self.calls / 100)
 
 
-def trained(folder, stop_after=None, stopped_rank=0, at_forward=False, clock=None, **options):
+def trained(folder, stop_after=None, stopped_rank=0, at_forward=False, clock=None, signum=signal.SIGUSR1, **options):
     """The values at the end, and the step from which the run went on.
 
-    ``stop_after``: a step with a signal, within the second forward or after all backwards. ``clock``: advances by 10 s
-    in each forward.
+    ``stop_after``: a step with the signal ``signum``, within the second forward or after all backwards. ``clock``:
+    advances by 10 s in each forward.
     """
     torch.manual_seed(0)
     engine, optimizer = patrickstar.initialize_engine(Net, 0, make_config("fp32"))
@@ -46,7 +46,7 @@ def trained(folder, stop_after=None, stopped_rank=0, at_forward=False, clock=Non
         if clock is not None:
             clock.seconds += 10
         if step == stop_after and rank == stopped_rank and at_forward and forwards.count(step) == 2:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signum)
 
     engine.module.at_forward = stop
     with engine, patrickstar.SavedRun(engine, folder, lr_scheduler=scheduler, **options) as run:
@@ -56,7 +56,7 @@ def trained(folder, stop_after=None, stopped_rank=0, at_forward=False, clock=Non
                 generator = torch.Generator().manual_seed((step * MICRO_BATCHES + micro_batch) * size + rank)
                 engine.backward(engine(torch.randn(4, 32, generator=generator)))
             if step == stop_after and rank == stopped_rank and not at_forward:
-                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signum)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

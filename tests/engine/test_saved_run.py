@@ -13,12 +13,13 @@ from tests.engine.saved_run import STEPS, Clock, trained, trained_by_clock
 PREEMPTED = 75
 
 
-def test_a_run_that_a_signal_ends_goes_on_with_the_same_bits(tmp_path):
-    former = signal.getsignal(signal.SIGUSR1)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_a_signal_ends_goes_on_with_the_same_bits(signum, tmp_path):
+    former = signal.getsignal(signum)
     with pytest.raises(SystemExit) as ended:
-        trained(tmp_path / "stopped", stop_after=3)
+        trained(tmp_path / "stopped", stop_after=3, signum=signum)
     assert ended.value.code == PREEMPTED
-    assert signal.getsignal(signal.SIGUSR1) is former
+    assert signal.getsignal(signum) is former
     begin, found = trained(tmp_path / "stopped")
     assert begin == 4
     assert_same_bits(found, trained(tmp_path / "whole")[1])

@@ -339,6 +339,28 @@ def test_what_would_break_the_promise_is_refused():
         assert engine.report()["num_steps"] == 2
 
 
+def test_a_checkpoint_replaces_a_step_whose_backward_has_updated(tmp_path):
+    engine, optimizer, data = committing_engine()
+    with engine:
+        optimizer.step()
+        engine.save_checkpoint(tmp_path)
+        saved = engine.state_dict(), optimizer.state_dict()["state"]
+        engine.backward(engine(**data)["loss"])
+        with pytest.raises(_C.StateError, match="save_checkpoint between backward and step"):
+            engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert_same_bits((engine.state_dict(), optimizer.state_dict()["state"]), saved)
+        losses = [engine(**data)["loss"]]
+        engine.backward(losses[0])
+        optimizer.step()
+        after = engine.state_dict()
+        engine.load_checkpoint(tmp_path)
+        losses.append(engine(**data)["loss"])
+        engine.backward(losses[1])
+        optimizer.step()
+        assert_same_bits((losses[1], engine.state_dict()), (losses[0], after))
+
+
 def test_commit_and_gradients_that_are_not_finite(caplog):
     engine, optimizer, data = committing_engine()
     with engine:

@@ -65,12 +65,13 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(adapts, folders, c
     parts = (*flags, "--output-dir", tmp_path / "parts")
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "log").touch()  # what a run wrote before its first checkpoint
-    with monkeypatch.context() as patch:
-        stop_after(2, patch)
-        assert run(monkeypatch, *parts, "--resume", "auto").code == 130
-    printed = capsys.readouterr().out
-    assert "ended after step 2; saved to" in printed
-    assert printed.rstrip().endswith("--resume auto")
+    for ended, signum in ((2, signal.SIGTERM), (3, signal.SIGUSR1)):
+        with monkeypatch.context() as patch:
+            stop_after(2 if ended == 2 else 1, patch, signum)
+            assert run(monkeypatch, *parts, "--resume", "auto").code == 130
+        printed = capsys.readouterr().out
+        assert f"ended after step {ended}; saved to" in printed
+        assert printed.rstrip().endswith("--resume auto")
     resumed = run(monkeypatch, *parts, "--device-memory", "8MiB", "--resume", "auto")
     assert "resumed from" in capsys.readouterr().out
     assert resumed.run.scores == straight.run.scores and resumed.run.evaluations == straight.run.evaluations

@@ -76,7 +76,7 @@ def read_zero(folder: Path) -> Content:
             content.count(name, state.get("step", first.step), first.path)
     add_groups(content, first.groups, model.param_shapes, first.path)
     model.add_to(content)
-    content.not_taken.append("the loss scale")
+    content.not_taken += ["the loss scale", *([] if first.groups else ["options of groups, which are not stored"])]
     return content
 
 

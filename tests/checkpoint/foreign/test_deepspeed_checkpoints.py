@@ -133,12 +133,14 @@ def counted_by_groups(state):
 
 
 @pytest.mark.parametrize("edit", [elastic, counted_by_groups])
-def test_other_ways_to_count(tmp_path, edit):
+def test_other_ways_to_count(tmp_path, edit, caplog):
     model, optimizer = plain_run()
     for file in save_zero(tmp_path, model, optimizer, ranks=4).glob("*_optim_states.pt"):
         change(file, edit)
     options = {**ADAM, "weight_decay": 0.0} if edit is elastic else {}  # the engine's own
-    check_resumes(tmp_path, model, optimizer, continued(model, optimizer), options)
+    with caplog.at_level(logging.INFO, "patrickstar"):
+        check_resumes(tmp_path, model, optimizer, continued(model, optimizer), options)
+    assert ("options of groups, which are not stored" in caplog.text) == (edit is elastic)
 
 
 def test_a_model_with_one_more_layer_takes_the_common_ones(tmp_path):
