@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 
 import patrickstar_ninja as ninja  # noqa: E402
 import patrickstar_recipe as recipe  # noqa: E402
-from patrickstar_build import expose_torch, torch_command, torch_folder, torch_versions  # noqa: E402
+from patrickstar_build import expose_torch, torch_folder, torch_versions  # noqa: E402
+from patrickstar_commands import torch_command  # noqa: E402
 from patrickstar_pins import MINIMUM_TORCH  # noqa: E402
 
 from patrickstar.torch_shim import compiling  # noqa: E402

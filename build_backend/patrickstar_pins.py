@@ -3,7 +3,7 @@
 MINIMUM_PYTHON = (3, 10)
 MINIMUM_TORCH = (2, 6)
 
-# What `make` installs, and what the error without PyTorch recommends: the version the tests run with.
+# The version that `make` installs, the error without PyTorch recommends, and the tests run with.
 TORCH = "2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 

@@ -1,4 +1,4 @@
-"""What the extension is made of: its sources, flags and libraries. Shared by setup.py and tools/check_cuda.py.
+"""Sources, flags and libraries of the extension. Shared by setup.py and tools/check_cuda.py.
 
 Needs no PyTorch and changes nothing; every path it gives is absolute or below `root`.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from patrickstar_build import cuda_torch_command, has_nvidia_driver, toolkit_command
+from patrickstar_commands import cuda_torch_command, has_nvidia_driver, toolkit_command
 
 # PATRICKSTAR_SANITIZE: what is compiled watches itself as it runs (tools/sanitize.py builds and runs it).
 SANITIZE = os.environ.get("PATRICKSTAR_SANITIZE", "")
@@ -80,7 +80,7 @@ def sources(root: Path, *, with_cuda: bool) -> list[str]:
 
 
 def shares_libstdcxx(compiler: str) -> bool:
-    """Whether what this C++ compiler links uses the libstdc++.so that PyTorch uses.
+    """True if this C++ compiler links with the libstdc++.so that PyTorch uses.
 
     A compiler that links it statically makes an extension that loads and crashes at its first stream or exception.
     """
@@ -95,8 +95,9 @@ def shares_libstdcxx(compiler: str) -> bool:
 def find_cuda_home(torch_cuda: str | None) -> str | None:
     """The CUDA toolkit's folder, as PyTorch wants it in CUDA_HOME, or None.
 
-    $CUDA_HOME is believed. Else it is the first that has headers beside its compiler (an `nvcc` on PATH may be a script
-    that calls the real one elsewhere), and of these rather one of `torch_cuda`'s major version, such as "13.0".
+    $CUDA_HOME is believed. Else a toolkit must have headers beside its compiler: an `nvcc` on PATH may be a script that
+    calls the real one elsewhere. The first of `torch_cuda`'s major version, such as "13.0", is preferred, then the
+    first of all.
     """
     told = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if told:
@@ -153,14 +154,14 @@ def find_nccl() -> tuple[str, str] | None:
 
 
 def has_system_nccl(cuda_home: str) -> bool:
-    """Whether the compiler finds <nccl.h> by itself."""
+    """True if the compiler finds <nccl.h> by itself."""
     told = os.environ.get("CPATH", "").split(os.pathsep)
     folders = [*filter(None, told), f"{cuda_home}/include", "/usr/include", "/usr/local/include"]
     return any((Path(folder) / "nccl.h").exists() for folder in folders)
 
 
 def cuda_obstacle(torch_version: str, torch_cuda: str | None, home: str | None) -> str | None:
-    """What keeps the CUDA part from being built, and its remedy, as the end of a sentence; None when nothing does.
+    """The obstacle to building the CUDA part, and its remedy, as the end of a sentence; None: there is none.
 
     `torch_cuda` is PyTorch's CUDA version, such as "13.0", `home` what `find_cuda_home` gave.
     """

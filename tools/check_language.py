@@ -43,7 +43,7 @@ WORDS = (
     (r"\b(computed|run) again in backward\b", "recomputed", ""),
 )
 CODE = {".h", ".inl", ".cpp", ".cu", ".py", ".pyi"}
-FOLDERS = ("csrc", "patrickstar", "tools", "benchmark", "examples", "proofs", "tests")
+FOLDERS = ("csrc", "patrickstar", "build_backend", "tools", "benchmark", "examples", "proofs", "tests")
 # A page of what was tried, with the words of its time.
 EXEMPT = ("docs/log.md", "tools/check_language.py", "docs/compatibility.md", "docs/refused_models.md")
 

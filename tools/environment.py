@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 
-from patrickstar_build import has_nvidia_driver  # noqa: E402
+from patrickstar_commands import has_nvidia_driver  # noqa: E402
 from patrickstar_pins import CPU_INDEX, MINIMUM_PYTHON, MINIMUM_TORCH, TORCH  # noqa: E402
 
 VENV = ROOT / ".venv"

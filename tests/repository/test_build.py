@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402
-import patrickstar_build  # noqa: E402
 import patrickstar_ninja as ninja  # noqa: E402
+import patrickstar_pins  # noqa: E402
 import patrickstar_recipe as recipe  # noqa: E402
 
 NOT_SOURCE = shutil.ignore_patterns(
@@ -174,7 +174,7 @@ def test_without_pytorch_pip_install_stops_with_one_sentence(source, tmp_path):
     output = done.stdout + done.stderr
     (sentence,) = [line.strip() for line in output.splitlines() if line.strip().startswith("PatrickStar is compiled")]
     print(sentence)
-    assert f"-m pip install torch=={patrickstar_build.TORCH}" in sentence
+    assert f"-m pip install torch=={patrickstar_pins.TORCH}" in sentence
     assert "Traceback" not in output and "Collecting torch" not in output and "Collecting ninja" not in output
 
 
