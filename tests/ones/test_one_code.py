@@ -183,6 +183,14 @@ def test_the_deployed_scheduler_decides_as_the_simulated_one_on_types_of_gpus(ma
     assert make is Fifo or any(len(found) > 1 for found in types.values())
 
 
+@pytest.mark.parametrize("seed", [3, 5])
+def test_no_job_is_stopped_for_one_that_goes_elsewhere_meanwhile(seed, tmp_path, monkeypatch):
+    """A policy that preempts: a job that waits for the GPUs of a stopping one keeps its pool until they are free."""
+    items = typed_trace(seed, 20)
+    fleet = deployed(items, None, TiresiasLas((300.0,)), tmp_path / "ledger", monkeypatch, TYPES)
+    assert {part.job for part in fleet.segments} == {item.job.name for item in items}
+
+
 def held(segments):
     """When each job held how many GPUs of a type, with which batch."""
     return sorted(
