@@ -25,6 +25,7 @@ from patrickstar.ones import (
     make_history,
     make_policy,
     make_trace,
+    on_types,
     read_public_trace,
     read_trace,
     simulate,
@@ -51,6 +52,10 @@ def _make_parser(prog: str) -> CommandParser:
     )  # fmt: skip
     simulating.add_argument("--gpus", type=at_least_1, default=64, help="of the cluster")
     simulating.add_argument("--gpus-per-node", type=at_least_1, default=4, help="of a node")
+    simulating.add_argument(
+        "--gpu-types", type=_pools, metavar="TYPES",
+        help="GPUs of several types in place of --gpus, as T4:24x4,V100:24x8: 24 of each, in nodes of 4 and of 8",
+    )  # fmt: skip
     simulating.add_argument("--seeds", type=_seeds, default=(0,), help="traces generated: 20 for 0 to 19, or 5-9")
     simulating.add_argument("--trace", type=Path, metavar="FILE", help="this trace instead of generated ones")
     simulating.add_argument(
@@ -91,6 +96,17 @@ def _policies(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _pools(text: str) -> dict[str, Cluster]:
+    found = {}
+    for word in text.split(","):
+        kind, _, numbers = word.partition(":")
+        gpus, _, per_node = numbers.partition("x")
+        if not kind or kind in found or not gpus.isdecimal() or not per_node.isdecimal():
+            raise argparse.ArgumentTypeError(f"it is {text!r}; give each type once, as T4:24x4,V100:24x8")
+        found[kind] = Cluster(int(gpus), int(per_node))
+    return found
+
+
 def _costs(text: str) -> tuple[float, ...]:
     return tuple(not_negative(word) for word in text.split(","))
 
@@ -126,7 +142,7 @@ def _write(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    cluster = Cluster(options.gpus, options.gpus_per_node)
+    pools = options.gpu_types or {"": Cluster(options.gpus, options.gpus_per_node)}
     if options.compare_to is not None and options.compare_to not in options.policies:
         raise ValueError(f"--compare-to {options.compare_to} is none of --policies {','.join(options.policies)}")
     if options.pictures is not None:
@@ -138,13 +154,15 @@ def _simulate(options: argparse.Namespace) -> int:
             raise ValueError(f"{options.trace} has no jobs; give a trace with at least one")
     else:
         traces = [_generated(options, seed) for seed in options.seeds]
+        if options.gpu_types:
+            traces = [on_types(trace, list(pools)) for trace in traces]
     for cost in options.resize_s or (None,):
         found: dict[str, list[Result]] = {name: [] for name in options.policies}
         for seed, trace in zip(options.seeds, traces, strict=True):
             past = make_history(options.mix, seed)
             jobs = trace if cost is None else with_resize_s(trace, cost)
             for name in options.policies:
-                found[name].append(simulate(jobs, make_policy(name, seed, past), cluster))
+                found[name].append(simulate(jobs, make_policy(name, seed, past), pools))
                 if options.json:
                     made = dataclasses.asdict(figures(found[name][-1]))
                     head = {"mix": options.mix, "policy": name, "seed": seed, "resize_s": cost}
@@ -156,7 +174,10 @@ def _simulate(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace, cost: float | None, found: dict[str, list[Result]]) -> None:
     what = "the trace's resize costs" if cost is None else f"{cost:g} s per resize"
     if not options.json:
-        print(f"{options.gpus} GPUs, {what}:\n{table(found, options.compare_to)}\n", flush=True)
+        print(
+            f"{next(iter(found.values()))[0].cluster.num_gpus} GPUs, {what}:\n{table(found, options.compare_to)}\n",
+            flush=True,
+        )
     if options.pictures is not None:
         suffix = "" if cost is None else f"-{cost:g}s"
         draw_jcts(found, options.pictures / f"jct{suffix}.png")

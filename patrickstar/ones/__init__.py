@@ -8,8 +8,8 @@ docs/guides/ones.md describes the scope. It needs only numpy, and matplotlib for
 """
 
 from patrickstar.ones.jobs import BatchRule, Cluster, Job, JobState, StepTime, Throughput, check_fits
-from patrickstar.ones.mixes import MIXES, make_history, make_trace
-from patrickstar.ones.policies import POLICIES, Grant, PastJob, Policy, make_policy
+from patrickstar.ones.mixes import MIXES, TYPED_POOLS, make_history, make_trace, on_types
+from patrickstar.ones.policies import POLICIES, Grant, PastJob, Policy, Sizes, make_policy
 from patrickstar.ones.public_traces import PublicFormat, read_public_trace
 from patrickstar.ones.report import Figures, draw_gantt, draw_jcts, figures, table
 from patrickstar.ones.simulated_job import Segment
@@ -19,6 +19,7 @@ from patrickstar.ones.traces import TraceJob, read_trace, write_trace
 __all__ = [
     "MIXES",
     "POLICIES",
+    "TYPED_POOLS",
     "BatchRule",
     "Cluster",
     "Figures",
@@ -31,6 +32,7 @@ __all__ = [
     "Result",
     "Segment",
     "SimulationError",
+    "Sizes",
     "StepTime",
     "Throughput",
     "TraceJob",
@@ -41,6 +43,7 @@ __all__ = [
     "make_history",
     "make_policy",
     "make_trace",
+    "on_types",
     "read_public_trace",
     "read_trace",
     "simulate",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from patrickstar.ones.jobs import BatchRule, Job, Throughput
+from patrickstar.ones.jobs import BatchRule, Cluster, Job, Throughput
 from patrickstar.ones.measurements import Scaling
 from patrickstar.ones.policies.past import EpochRecord, PastJob
 from patrickstar.ones.traces import Curve, TraceJob
@@ -26,7 +26,7 @@ _DAY_S = 3600.0  # of the diurnal mix
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A kind of model; milliseconds and noise scales are estimates for a GPU of 10 to 16 TFLOPS."""
+    """A kind of model; milliseconds, noise scales and speeds are estimates for a V100."""
 
     name: str
     sample_ms: float
@@ -34,6 +34,10 @@ class Workload:
     gpu_batch: int
     noise_scale: float
     initial_loss: float
+    t4: float
+    """Speed of computing on a T4, relative to a V100. Data sheets say 0.52 for all models."""
+    a100: float
+    """The same on an A100. Data sheets say 2.5."""
 
     def throughput(self) -> Throughput:
         """Gradients of 4 bytes cross links of 10 GB/s twice, in half the time within a node.
@@ -49,17 +53,20 @@ class Workload:
 
 # The models of ONES' artifact, equally frequent.
 WORKLOADS = (
-    Workload("resnet18", 2.0, 11.7, 64, 1000, 2.3),
-    Workload("resnet34", 3.5, 21.8, 64, 1200, 2.3),
-    Workload("resnet50", 6.0, 25.6, 64, 2000, 6.9),
-    Workload("vgg16", 8.0, 138.0, 64, 800, 6.9),
-    Workload("vgg19", 9.5, 144.0, 64, 800, 6.9),
-    Workload("inception-v3", 8.0, 24.0, 64, 1500, 6.9),
-    Workload("googlenet", 3.0, 6.8, 64, 1000, 4.6),
-    Workload("alexnet", 1.0, 61.0, 128, 2000, 4.6),
-    Workload("bert-cola", 10.0, 110.0, 16, 200, 0.7),
-    Workload("bert-mrpc", 12.0, 110.0, 16, 150, 0.7),
+    Workload("resnet18", 2.0, 11.7, 64, 1000, 2.3, 0.50, 1.4),
+    Workload("resnet34", 3.5, 21.8, 64, 1200, 2.3, 0.43, 1.5),
+    Workload("resnet50", 6.0, 25.6, 64, 2000, 6.9, 0.37, 1.9),
+    Workload("vgg16", 8.0, 138.0, 64, 800, 6.9, 0.33, 2.2),
+    Workload("vgg19", 9.5, 144.0, 64, 800, 6.9, 0.33, 2.2),
+    Workload("inception-v3", 8.0, 24.0, 64, 1500, 6.9, 0.40, 1.8),
+    Workload("googlenet", 3.0, 6.8, 64, 1000, 4.6, 0.55, 1.4),
+    Workload("alexnet", 1.0, 61.0, 128, 2000, 4.6, 0.77, 1.15),
+    Workload("bert-cola", 10.0, 110.0, 16, 200, 0.7, 0.28, 2.5),
+    Workload("bert-mrpc", 12.0, 110.0, 16, 150, 0.7, 0.28, 2.5),
 )
+
+TYPED_POOLS = {"T4": Cluster(24, 4), "V100": Cluster(24, 8), "A100": Cluster(16, 8)}
+"""64 GPUs of three types, in the shape of Sia's cluster: its 24 RTX 6000 are V100s here."""
 
 _Drawn = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -194,6 +201,25 @@ def draw_job(
         noise=float(rng.uniform(0.01, 0.05)), noise_seed=int(rng.integers(2**31)),
         fit_error=0.4 * float(rng.standard_normal()),
     )  # fmt: skip
+
+
+def on_types(trace: Sequence[TraceJob], kinds: Sequence[str]) -> tuple[TraceJob, ...]:
+    """The same jobs with the speeds of their models on types of GPUs.
+
+    Raises:
+        ValueError: the speed of a model on a type is unknown.
+    """
+    speeds = {one.name: {"T4": one.t4, "V100": 1.0, "A100": one.a100} for one in WORKLOADS}
+    for item in trace:
+        known = speeds.get(item.job.workload, {})
+        if missing := [kind for kind in kinds if kind not in known]:
+            raise ValueError(
+                f"the speed of {item.job.workload or 'a model without a name'} (job {item.job.name}) on a GPU of type "
+                f"{', '.join(missing)} is unknown; known are {', '.join(known) or 'none'}"
+            )
+    return tuple(
+        dataclasses.replace(item, speeds={kind: speeds[item.job.workload][kind] for kind in kinds}) for item in trace
+    )
 
 
 def make_history(mix: str, seed: int, num_jobs: int = 20) -> tuple[PastJob, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,8 +146,10 @@ def draw_gantt(result: Result, path: str | Path, title: str = "") -> None:
     figure, axes = _new_figure(12, 6)
     names = [job.job for job in result.jobs]
     colours = {name: _colour(index) for index, name in enumerate(names)}
+    sizes = [pool.num_gpus for pool in result.pools.values()]
+    below = dict(zip(result.pools, itertools.accumulate(sizes, initial=0), strict=False))
     for part in result.segments:
-        for first, count in _ranges(part.gpus):
+        for first, count in _ranges(tuple(below[part.gpu_type] + gpu for gpu in part.gpus)):
             size = (part.end_s - part.start_s, part.stalled_s)
             axes.broken_barh([(part.start_s, size[0])], (first, count), color=colours[part.job], linewidth=0)
             if size[1]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
-from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
+from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime, Throughput
 from patrickstar.ones.measurements import fitted_throughput
-from patrickstar.ones.policies.protocol import Foresight, Grant
+from patrickstar.ones.policies.protocol import Foresight, Grant, Profiling, Sizes
+from patrickstar.ones.pools import Candidate, has_stayed, relative_speeds, seconds_on
 from patrickstar.ones.traces import TraceJob
 
 _MEASURED_AFTER_S = 10.0  # of training on the same GPUs with the same batch
 _STEP_NOISE = 0.02  # relative standard deviation of a measured step time
 _SCALE_NOISE = 0.2  # and of a measured noise scale, on a logarithmic scale
+_PROFILE = 1  # added to the seed of measurements before a start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,34 +28,39 @@ class Segment:
     start_s: float
     end_s: float
     gpus: tuple[int, ...]
+    """Numbers within their type."""
     batch_size: int
     stalled_s: float
     """Part of this time that a resize took."""
     done_samples: float
     """True progress made in it, in samples of the base batch."""
+    gpu_type: str = ""
 
 
 class SimulatedJob:
     """Progress is computed exactly, not accumulated from small steps."""
 
-    def __init__(self, item: TraceJob, cluster: Cluster):
+    def __init__(self, item: TraceJob, pools: Mapping[str, Cluster], profiling: Profiling = Profiling.NONE):
         self.name = item.job.name
         self.arrival_s = item.job.arrival_s
         self.grant: Grant | None = None
         self.end_s = math.inf
         self.first_start_s = math.nan
         self.waits_since_s = item.job.arrival_s
+        self.waits_in: str | None = None
+        """The pool in which it waits."""
         self.longest_wait_s = 0.0
         self.num_resizes = 0
         self.run_before_s = 0.0
-        self._item, self._true, self._cluster = item, item.job, cluster
+        self._item, self._true, self._pools = item, item.job, pools
+        self.kinds = item.kinds(pools)
         self._rng = np.random.default_rng(item.noise_seed)
-        self._known = dataclasses.replace(
-            item.job,
-            throughput=fitted_throughput((), item.job.base_batch, item.job.throughput.max_micro_batch),
-            noise_scale=0.0,
-        )
-        self._steps: dict[tuple[int, int, int], StepTime] = {}
+        self._noise_scale = 0.0  # as measured
+        self._steps: dict[str, dict[tuple[int, int, int], StepTime]] = {kind: {} for kind in self.kinds}
+        self._known: dict[str, tuple[Job, tuple[StepTime, ...]]] = {}  # by type; made anew after each measurement
+        self._speeds: dict[str, float] = {}
+        if profiling is Profiling.EACH_TYPE:
+            self._profile()
         self._since_s = self._trains_from_s = self._resized_s = 0.0
         self._done_before = self._estimate_before = self._seen_before = self._gpu_s_before = 0.0
         self._seen_at_resize = 0.0
@@ -62,9 +70,23 @@ class SimulatedJob:
         self._initial_loss = self._loss = self._accuracy = 0.0
 
     @property
-    def job(self) -> Job:
-        """The job with its measured speed and noise scale."""
-        return self._known
+    def kind(self) -> str | None:
+        """The type of its GPUs; None while it waits."""
+        return self.grant.gpu_type if self.grant else None
+
+    def job_on(self, kind: str) -> Job:
+        """The job with its noise scale, and its speed on a type of GPUs, as far as they were measured."""
+        return self._known_on(kind)[0]
+
+    def candidate(self, now: float, sizes: Sizes) -> Candidate:
+        """The job for a choice among types of GPUs, by a policy that grants these sizes."""
+        self._measure(now)
+        self._speeds = self._speeds or relative_speeds(self._seconds(), self.kinds)
+        return Candidate(
+            name=self.name, least_gpus=self._true.sizes[0], speeds=self._speeds, held=self.kind, waits=self.waits_in,
+            gpus=sizes.most(self._true.requested_gpus, self._true.max_gpus),
+            may_leave=bool(self.grant) and has_stayed(now - self._resized_s, self._true.resize_s),
+        )  # fmt: skip
 
     def trained_s(self, now: float) -> float:
         """Seconds trained with the present grant."""
@@ -78,7 +100,7 @@ class SimulatedJob:
         """Progress by the measured noise scale."""
         if not self.grant:
             return self._estimate_before
-        worth = float(self._known.efficiency(self.grant.batch_size))
+        worth = float(self.job_on(self.grant.gpu_type).efficiency(self.grant.batch_size))
         return self._estimate_before + self._samples_per_s * self.trained_s(now) * worth
 
     def change(self, now: float, grant: Grant | None) -> Segment | None:
@@ -89,7 +111,7 @@ class SimulatedJob:
             done = self._done(now) - self._done_before
             segment = Segment(
                 self.name, self._since_s, now, self.grant.gpus, self.grant.batch_size,
-                min(held, self._trains_from_s - self._since_s), done,
+                min(held, self._trains_from_s - self._since_s), done, self.grant.gpu_type,
             )  # fmt: skip
             self._measure(now)
             self._estimate_before = self._estimate(now)
@@ -101,7 +123,7 @@ class SimulatedJob:
                 self.waits_since_s = now
         elif grant is not None:
             self.longest_wait_s = max(self.longest_wait_s, now - self.waits_since_s)
-        same_gpus = grant is not None and self.grant is not None and grant.gpus == self.grant.gpus
+        same_gpus = grant is not None and self.grant is not None and _place(grant) == _place(self.grant)
         delay = max(0.0, self._trains_from_s - now) if same_gpus else 0.0
         self.grant = grant
         if grant is None:
@@ -113,9 +135,10 @@ class SimulatedJob:
         elif not same_gpus:
             self.num_resizes += 1
             delay = self._true.resize_s
-        num_gpus, nodes = len(grant.gpus), self._cluster.num_nodes_of(grant.gpus)
+        num_gpus, nodes = len(grant.gpus), self._pools[grant.gpu_type].num_nodes_of(grant.gpus)
         self._most_gpus = max(self._most_gpus, num_gpus)
-        self._samples_per_s = float(self._true.throughput.samples_per_s(num_gpus, grant.batch_size, nodes))
+        true = self._true_on(grant.gpu_type)
+        self._samples_per_s = float(true.samples_per_s(num_gpus, grant.batch_size, nodes))
         self._goodput = self._samples_per_s * float(self._true.efficiency(grant.batch_size))
         self._since_s = now
         self._trains_from_s = now + delay
@@ -128,27 +151,67 @@ class SimulatedJob:
         """Measures step time and noise scale once for each size, number of nodes and batch."""
         if self.grant is None or self.trained_s(now) < _MEASURED_AFTER_S:
             return
-        key = len(self.grant.gpus), self._cluster.num_nodes_of(self.grant.gpus), self.grant.batch_size
-        if key in self._steps:
+        kind = self.grant.gpu_type
+        key = len(self.grant.gpus), self._pools[kind].num_nodes_of(self.grant.gpus), self.grant.batch_size
+        if key in self._steps[kind]:
             return
         true_s = self.grant.batch_size / self._samples_per_s
-        self._steps[key] = StepTime(*key, true_s * math.exp(_STEP_NOISE * self._rng.standard_normal()))
-        self._known = dataclasses.replace(
-            self._true,
-            throughput=fitted_throughput(
-                tuple(self._steps.values()), self._true.base_batch, self._true.throughput.max_micro_batch
-            ),
-            noise_scale=self._true.noise_scale * math.exp(_SCALE_NOISE * self._rng.standard_normal()),
+        self._steps[kind][key] = StepTime(*key, true_s * math.exp(_STEP_NOISE * self._rng.standard_normal()))
+        self._noise_scale = self._true.noise_scale * math.exp(_SCALE_NOISE * self._rng.standard_normal())
+        self._known, self._speeds = {}, {}
+
+    def measured_on(self, kind: str) -> tuple[StepTime, ...]:
+        """Steps measured on a type of GPUs."""
+        return tuple(self._steps[kind].values())
+
+    def _known_on(self, kind: str) -> tuple[Job, tuple[StepTime, ...]]:
+        if kind not in self._known:
+            observed = self._observed(kind)
+            fitted = fitted_throughput(observed, self._true.base_batch, self._true.throughput.max_micro_batch)
+            job = dataclasses.replace(self._true, throughput=fitted, noise_scale=self._noise_scale)
+            self._known[kind] = job, observed
+        return self._known[kind]
+
+    def _profile(self) -> None:
+        """Measures a step on the fewest GPUs of each type."""
+        rng = np.random.default_rng((self._item.noise_seed, _PROFILE))
+        for kind, steps in self._steps.items():
+            size, batch = self._true.sizes[0], self._true.base_batch
+            key = size, math.ceil(size / self._pools[kind].gpus_per_node), batch
+            true_s = float(self._true_on(kind).step_s(size, batch, key[1]))
+            steps[key] = StepTime(*key, true_s * math.exp(_STEP_NOISE * rng.standard_normal()))
+
+    def _true_on(self, kind: str) -> Throughput:
+        return self._true.throughput.on_faster(self._item.speeds.get(kind, 1.0))
+
+    def _seconds(self) -> dict[str, dict[tuple[int, int], float]]:
+        """Measured seconds by type, and by GPUs and batch."""
+        return {
+            kind: {(step.num_gpus, step.batch_size): step.seconds for step in steps.values()}
+            for kind, steps in self._steps.items()
+        }
+
+    def _observed(self, kind: str) -> tuple[StepTime, ...]:
+        """Steps measured on a type, and those measured on others, scaled by relative speeds."""
+        own = self.measured_on(kind)
+        known = {(step.num_gpus, step.batch_size) for step in own}
+        per_node = self._pools[kind].gpus_per_node
+        scaled = seconds_on(self._seconds(), kind, self.kinds)
+        return own + tuple(
+            StepTime(num_gpus, math.ceil(num_gpus / per_node), batch, seconds)
+            for (num_gpus, batch), seconds in scaled.items()
+            if (num_gpus, batch) not in known
         )
 
-    def state(self, now: float, foresight: Foresight) -> JobState:
-        """Information for a policy."""
+    def state(self, now: float, foresight: Foresight, kind: str) -> JobState:
+        """Information for a policy, with the job's speed on a type of GPUs."""
         self._measure(now)
         seen = self._seen_before + self._samples_per_s * self.trained_s(now)
         held_s = now - self._since_s if self.grant else 0.0
         self._look_at_curve(now, int(seen / self._true.epoch_samples))
+        job, observed = self._known_on(kind)
         return JobState(
-            job=self._known,
+            job=job,
             gpus=self.grant.gpus if self.grant else (),
             batch_size=self.grant.batch_size if self.grant else 0,
             done_samples=self._estimate(now),
@@ -160,7 +223,7 @@ class SimulatedJob:
             run_since_resize_s=max(0.0, now - self._resized_s) if self.grant else 0.0,
             waited_s=0.0 if self.grant else now - self.waits_since_s,
             most_gpus=self._most_gpus,
-            observed=tuple(self._steps.values()),
+            observed=observed,
             initial_loss=self._initial_loss,
             loss=self._loss,
             accuracy=self._accuracy,
@@ -181,3 +244,7 @@ class SimulatedJob:
         done = min(self._done(now), self._item.samples)
         error = self._item.fit_error * (1 - done / self._item.samples) if foresight is Foresight.FITTED else 0.0
         return (self._item.samples - done) * math.exp(error)
+
+
+def _place(grant: Grant) -> tuple[str, tuple[int, ...]]:
+    return grant.gpu_type, grant.gpus

@@ -10,13 +10,13 @@ import dataclasses
 import enum
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from patrickstar.ones.jobs import Job, Throughput
+from patrickstar.ones.jobs import Cluster, Job, Throughput
 
 FORMAT = {"format": "patrickstar.ones.trace", "version": 2}
 
@@ -63,6 +63,10 @@ class TraceJob:
     """Standard deviation of losses and accuracies, relative."""
     noise_seed: int = 0
     """Seed of all noise: losses, accuracies, measured step times and noise scales."""
+    speeds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Relative speed of computing by type of GPUs, for the types that it may have; 1: as its throughput says. Empty:
+    all types, and all are equal.
+    """
     fit_error: float = 0.0
     """An estimate fitted to the loss is ``exp(fit_error * (1 - p))`` times the remaining work at progress ``p``."""
 
@@ -72,6 +76,12 @@ class TraceJob:
                 f"job {self.job.name}: samples {self.samples} and curve_samples {self.curve_samples} must be positive; "
                 "correct them"
             )
+        if not all(speed > 0 for speed in self.speeds.values()):
+            raise ValueError(f"job {self.job.name}: speeds {dict(self.speeds)} must be positive; correct them")
+
+    def kinds(self, pools: Mapping[str, Cluster]) -> list[str]:
+        """Types of GPUs of a cluster that it may have."""
+        return [kind for kind in pools if not self.speeds or kind in self.speeds]
 
     def measured(self, done_samples: float, epoch: int) -> tuple[float, float]:
         """Loss and accuracy after so many samples of the base batch, as measured at the end of an epoch."""

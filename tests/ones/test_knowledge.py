@@ -9,6 +9,7 @@ import pytest
 from patrickstar.ones import (
     POLICIES,
     Cluster,
+    Grant,
     StepTime,
     Throughput,
     TraceJob,
@@ -18,7 +19,9 @@ from patrickstar.ones import (
     simulate,
 )
 from patrickstar.ones.measurements import Scaling, fitted_throughput, scaling_of
-from patrickstar.ones.policies.protocol import Foresight
+from patrickstar.ones.mixes import TYPED_POOLS, on_types
+from patrickstar.ones.policies.protocol import Foresight, Profiling, Sizes
+from patrickstar.ones.simulated_job import SimulatedJob
 
 HISTORY = make_history("artifact", seed=0, num_jobs=2)
 BLIND = [name for name in POLICIES if make_policy(name).foresight is Foresight.NONE]
@@ -26,6 +29,7 @@ BLIND = [name for name in POLICIES if make_policy(name).foresight is Foresight.N
 
 class Recorded:
     def __init__(self, policy):
+        self.sizes = policy.sizes
         self.policy, self.foresight, self.interval_s = policy, policy.foresight, min(policy.interval_s, 5.0)
         self.made = []
 
@@ -114,3 +118,24 @@ def test_a_prior_counts_where_nothing_was_measured():
             assert math.isclose(known.step_s(step.num_gpus, step.batch_size, step.num_nodes), step.seconds)
     within = fitted_throughput(steps(TRUE, *POINTS[:3]), 32, 128, prior)
     assert math.isclose(within.sync_s, 0.1) and within.node_sync_s > within.sync_s
+
+
+def test_speed_on_a_type_is_scaled_by_data_sheets_until_it_is_measured():
+    item = on_types(make_trace("artifact", seed=0, num_jobs=1), list(TYPED_POOLS))[0]
+    job, batch = SimulatedJob(item, TYPED_POOLS), item.job.base_batch
+    assert all(job.state(0.0, Foresight.NONE, kind).observed == () for kind in TYPED_POOLS)
+    assert job.candidate(0.0, Sizes.ANY).speeds == {"T4": 65, "V100": 125, "A100": 312}
+    job.change(0.0, Grant((0,), batch, "V100"))
+    seconds = {kind: job.state(20.0, Foresight.NONE, kind).observed[0].seconds for kind in TYPED_POOLS}
+    assert math.isclose(seconds["V100"], float(item.job.throughput.step_s(1, batch)), rel_tol=0.1)
+    assert math.isclose(seconds["V100"] / seconds["A100"], 312 / 125)
+    job.change(100.0, Grant((0,), batch, "A100"))
+    speeds = job.candidate(200.0, Sizes.ANY).speeds
+    assert math.isclose(speeds["A100"] / speeds["V100"], item.speeds["A100"], rel_tol=0.2)
+
+
+def test_a_profile_tells_relative_speeds_at_the_arrival():
+    item = on_types(make_trace("artifact", seed=0, num_jobs=1), list(TYPED_POOLS))[0]
+    speeds = SimulatedJob(item, TYPED_POOLS, Profiling.EACH_TYPE).candidate(0.0, Sizes.ANY).speeds
+    for kind in TYPED_POOLS:
+        assert math.isclose(speeds[kind] / speeds["V100"], item.speeds[kind], rel_tol=0.2)

@@ -1,5 +1,6 @@
 """The deployed scheduler, driven by simulated jobs and time, decides the same as the simulator on the same events."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -18,14 +19,15 @@ from patrickstar.ones.policies.tiresias import TiresiasLas
 from patrickstar.ones.simulated_job import SimulatedJob
 
 CLUSTER = Cluster(8, gpus_per_node=8)
+TYPES = {"A100": Cluster(4, 4), "T4": Cluster(6, 6), "V100": Cluster(3, 3)}
 RESIZE_S = 0.01  # short, since the fleet carries out orders at once
 RANGE = BatchRange(min=12, base=24, max=160, rule=LearningRateRule.LINEAR)
 
 
-def submission(name, requested, batches):
+def submission(name, requested, batches=None, gpu_type=""):
     return Submission(
         name, __file__, (), "/", (), min_gpus=1, max_gpus=8, requested_gpus=requested, global_batch=24,
-        epoch_samples=1000, batch_range=batches,
+        epoch_samples=1000, batch_range=batches, gpu_type=gpu_type,
     )  # fmt: skip
 
 
@@ -46,52 +48,72 @@ def trace(seed, count, batches):
     return found
 
 
+def typed_trace(seed, count):
+    """Speeds on types differ by job; every fourth job is bound to one type."""
+    rng = np.random.default_rng(seed)
+    speeds = [dict(zip(TYPES, rng.permutation([4.0, 0.4, 1.0]).tolist(), strict=True)) for _ in range(count)]
+    for index in range(0, count, 4):
+        kind = list(TYPES)[index // 4 % 3]
+        speeds[index] = {kind: speeds[index][kind]}
+    return [dataclasses.replace(item, speeds=at) for item, at in zip(trace(seed, count, None), speeds, strict=True)]
+
+
 class SimulatedFleet:
     """Carries out every order at once."""
 
-    def __init__(self, items, clock):
-        self.items, self.clock = {item.job.name: item for item in items}, clock
-        self.jobs, self.phases = {}, {}
+    def __init__(self, items, clock, pools):
+        self.items, self.clock, self.pools = {item.job.name: item for item in items}, clock, pools
+        self.jobs, self.phases, self.types = {}, {}, {}
         self.num_orders = 0
+        self.segments = []
 
     def start(self, submission, num_ranks, global_batch):
         name = submission.name
         if name not in self.jobs:
-            self.jobs[name] = SimulatedJob(self.items[name], CLUSTER)
-        self.phases[name] = JobPhase.RUNNING
+            self.jobs[name] = SimulatedJob(self.items[name], self.pools)
+        self.phases[name], self.types[name] = JobPhase.RUNNING, submission.gpu_type
         self.resize(name, num_ranks, global_batch)
 
     def resize(self, name, num_ranks, global_batch):
         self.num_orders += 1
         job = self.jobs[name]
         kept = job.grant is not None and len(job.grant.gpus) == num_ranks
-        job.change(self.clock(), Grant(job.grant.gpus if kept else tuple(range(num_ranks)), global_batch))
+        gpus = job.grant.gpus if kept else tuple(range(num_ranks))
+        self.change(name, Grant(gpus, global_batch, self.types[name]))
 
     def stop(self, name):
         self.num_orders += 1
-        self.jobs[name].change(self.clock(), None)
+        self.change(name, None)
         self.phases[name] = JobPhase.STOPPED
 
+    def change(self, name, grant):
+        segment = self.jobs[name].change(self.clock(), grant)
+        if segment is not None and segment.end_s > segment.start_s:
+            self.segments.append(segment)
+
     def remove(self, name):
-        self.phases.pop(name, None)
+        if self.phases.pop(name, None) is JobPhase.RUNNING:
+            self.change(name, None)
 
     def status(self, name):
         if name not in self.phases:
             return None
-        state = self.jobs[name].state(self.clock(), Foresight.NONE)
+        state = self.jobs[name].state(self.clock(), Foresight.NONE, self.types[name])
         phase = JobPhase.ENDED if self.jobs[name].end_s <= self.clock() else self.phases[name]
         count, batch = len(state.gpus), state.batch_size
-        seconds = {(step.num_gpus, step.batch_size): step.seconds for step in state.observed}.get((count, batch), 0.0)
+        observed = self.jobs[name].measured_on(self.types[name])
+        seconds = {(step.num_gpus, step.batch_size): step.seconds for step in observed}.get((count, batch), 0.0)
         report = RunReport(
-            state.seen_samples / 24, count, seconds, 1.0, 0, phase is JobPhase.ENDED, state.seen_samples, batch,
+            state.seen_samples / 24, count, seconds, 1.0, 1, phase is JobPhase.ENDED, state.seen_samples, batch,
             state.job.noise_scale or None,
         )  # fmt: skip
-        return Status(phase, count, report, RESIZE_S)
+        return Status(phase, count, report, RESIZE_S, gpu_type=self.types[name])
 
 
 class Recorded:
     def __init__(self, policy):
         self.policy, self.foresight, self.interval_s = policy, policy.foresight, policy.interval_s
+        self.sizes = policy.sizes
         self.made = {}
 
     def decide(self, now, jobs, cluster):
@@ -103,26 +125,28 @@ class Recorded:
         self.policy.finished(now, state)
 
 
-def deployed(items, batches, policy, path, monkeypatch):
-    """Decisions of the scheduler by time, at the times of the simulator's events."""
+def deployed(items, batches, policy, path, monkeypatch, pools):
+    """The fleet of a scheduler that is driven at the times of the simulator's events."""
     now = [0.0]
     monkeypatch.setattr(ledger.time, "time", lambda: now[0])
     monkeypatch.setattr(scheduler, "_UNKNOWN_RESIZE_S", RESIZE_S)
-    fleet = SimulatedFleet(items, lambda: now[0])
-    made = Scheduler(ledger.Ledger(path), fleet, policy, {"": CLUSTER}, lambda: now[0])
+    fleet = SimulatedFleet(items, lambda: now[0], pools)
+    made = Scheduler(ledger.Ledger(path), fleet, policy, pools, lambda: now[0])
     coming = list(items)
     while coming or fleet.phases:
         arrival_s = coming[0].job.arrival_s if coming else math.inf
         end_s = min((fleet.jobs[name].end_s for name in fleet.phases), default=math.inf)
         now[0] = min(arrival_s, end_s, now[0] + policy.interval_s if fleet.phases else math.inf)
         while coming and coming[0].job.arrival_s <= now[0]:
-            job = coming.pop(0).job
-            made.submit(submission(job.name, job.requested_gpus, batches))
-        before = -1
+            item = coming.pop(0)
+            gpu_type = next(iter(item.speeds)) if len(item.speeds) == 1 else ""
+            made.submit(submission(item.job.name, item.job.requested_gpus, batches, gpu_type))
+        before, ticks = -1, 0
         while before != fleet.num_orders:  # GPUs that a job leaves are granted in the next tick, here at the same time
-            before = fleet.num_orders
+            before, ticks = fleet.num_orders, ticks + 1
+            assert ticks < 100, "orders without end"
             made.tick()
-    return policy.made
+    return fleet
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -136,10 +160,40 @@ def test_the_deployed_scheduler_decides_as_the_simulated_one(make, batches, seed
     items = trace(seed, 12, batches)
     simulated = Recorded(make())
     simulate(items, simulated, CLUSTER)
-    found = deployed(items, batches, Recorded(make()), tmp_path / "ledger", monkeypatch)
-    made = {now: sizes for now, sizes in found.items() if sizes}
+    policy = Recorded(make())
+    deployed(items, batches, policy, tmp_path / "ledger", monkeypatch, {"": CLUSTER})
+    made = {now: sizes for now, sizes in policy.made.items() if sizes}
     assert made == {now: sizes for now, sizes in simulated.made.items() if sizes}
     assert len(made) > 20
     granted = {batch for grants in made.values() for _, batch in grants.values()}
     assert granted <= set(items[0].job.feasible_batches)
     assert (len(granted) > 4) == (batches is RANGE and isinstance(make(), Ones))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", [Fifo, lambda: Ones(cooldown_s=1e-6, cooldown_resizes=0.0)], ids=["fifo", "ones"])
+def test_the_deployed_scheduler_decides_as_the_simulated_one_on_types_of_gpus(make, seed, tmp_path, monkeypatch):
+    items = typed_trace(seed, 20)
+    result = simulate(items, make(), TYPES)
+    fleet = deployed(items, None, make(), tmp_path / "ledger", monkeypatch, TYPES)
+    assert held(fleet.segments) == held(result.segments)
+    assert {part.gpu_type for part in result.segments} == set(TYPES)
+    types = {item.job.name: {part.gpu_type for part in result.segments if part.job == item.job.name} for item in items}
+    assert all(types[item.job.name] <= set(item.speeds) for item in items)
+    assert make is Fifo or any(len(found) > 1 for found in types.values())
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_no_job_is_stopped_for_one_that_goes_elsewhere_meanwhile(seed, tmp_path, monkeypatch):
+    """A policy that preempts: a job that waits for the GPUs of a stopping one keeps its pool until they are free."""
+    items = typed_trace(seed, 20)
+    fleet = deployed(items, None, TiresiasLas((300.0,)), tmp_path / "ledger", monkeypatch, TYPES)
+    assert {part.job for part in fleet.segments} == {item.job.name for item in items}
+
+
+def held(segments):
+    """When each job held how many GPUs of a type, with which batch."""
+    return sorted(
+        (part.job, round(part.start_s, 6), round(part.end_s, 6), part.gpu_type, len(part.gpus), part.batch_size)
+        for part in segments
+    )

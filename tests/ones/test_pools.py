@@ -5,8 +5,8 @@ import pytest
 from patrickstar.ones import Cluster, make_policy
 from patrickstar.ones.cluster.fleet import JobPhase
 from patrickstar.ones.cluster.ledger import Ledger
-from patrickstar.ones.cluster.pools import Candidate, choose_pools, relative_speeds, seconds_on, sheet_tflops
 from patrickstar.ones.cluster.scheduler import Scheduler
+from patrickstar.ones.pools import Candidate, choose_pools, relative_speeds, seconds_on, sheet_tflops
 from tests.ones.test_scheduler import Clock, NotedFleet, submission
 
 POOLS = {"H100": Cluster(2, 2), "T4": Cluster(4, 4)}
@@ -32,7 +32,9 @@ def test_speeds_are_of_data_sheets_until_they_are_measured():
     assert relative_speeds({}, ["H100", "TPU-V4"]) == {"H100": 1, "TPU-V4": 1}
     measured = {"H100": {(1, 12): 1.0, (2, 12): 0.5}, "T4": {(1, 12): 3.0}}
     assert relative_speeds(measured, ["H100", "T4", "L4"]) == {"H100": 1, "T4": 1 / 3, "L4": 121 / 989}
-    assert seconds_on(measured, "T4", ["H100", "T4"]) == {(1, 12): 3.0}
+    assert seconds_on(measured, "T4", ["H100", "T4"]) == {(1, 12): 3.0, (2, 12): 1.5}
+    apart = {"H100": {(2, 12): 0.5}, "T4": {(1, 12): 3.0}}
+    assert seconds_on(apart, "T4", ["H100", "T4"]) == {(1, 12): 3.0}
     assert seconds_on({"": {(1, 12): 3.0}}, "", [""]) == {(1, 12): 3.0}
     found = seconds_on(measured, "L4", ["H100", "T4", "L4"])
     assert found == pytest.approx({(1, 12): 989 / 121, (2, 12): 0.5 * 989 / 121})
@@ -45,6 +47,21 @@ def test_jobs_wait_where_the_product_of_speeds_is_highest():
     assert [*choose_pools([one(name, speeds=slow) for name in "abc"], POOLS).values()] == ["H100", "T4", "T4"]
     assert choose_pools([one("a", least_gpus=3), one("b", least_gpus=5)], POOLS) == {"a": "T4"}
     assert choose_pools([one("a", speeds={"T4": 1.0})], POOLS) == {"a": "T4"}
+
+
+def test_jobs_share_a_pool_and_leave_what_they_do_not_take():
+    """Beside a job that takes 1 GPU of 4 another one gets 3, which are worth as much as 2 at 1.5 times the speed."""
+    there = one("small", gpus=1, held="T4")
+    for speed, kind in ((1.4, "T4"), (1.6, "H100")):
+        large = one("large", gpus=4, speeds={"H100": speed, "T4": 1.0})
+        assert choose_pools([there, large], POOLS) == {"small": "T4", "large": kind}
+
+
+def test_a_waiting_job_changes_its_pool_as_a_running_one():
+    for speed, kind in ((1.4, "T4"), (1.6, "H100")):
+        speeds = {"H100": speed, "T4": 1.0}
+        assert choose_pools([one("a", speeds=speeds, waits="T4")], POOLS) == {"a": kind}
+    assert choose_pools([one("a", least_gpus=3, waits="H100")], POOLS) == {"a": "T4"}
 
 
 def test_a_job_moves_to_a_pool_that_is_worth_a_restart():

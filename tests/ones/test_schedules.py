@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special, stats
+from scipy import optimize, special, stats
 
 from patrickstar.command.ones import main
 from patrickstar.ones import (
@@ -25,6 +25,7 @@ from patrickstar.ones import (
     make_trace,
     simulate,
 )
+from patrickstar.ones.policies.knapsack import Configuration, best_configurations
 from patrickstar.ones.policies.ones_published import count_jobs, reorder
 from patrickstar.ones.policies.progress import digamma
 from patrickstar.ones.policies.protocol import Foresight, Memoryless
@@ -161,6 +162,7 @@ HISTORY = make_history("artifact", seed=0, num_jobs=3)
 class Watched:
     def __init__(self, policy):
         self.policy = policy
+        self.sizes = policy.sizes
         self.foresight, self.interval_s = policy.foresight, max(policy.interval_s, 10.0)
         self.made = []
 
@@ -262,6 +264,51 @@ def test_counts_are_numpys():
     assert count_jobs(rows, 5).tolist() == [[int(n) for n in row] for row in expected]
 
 
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_configurations_are_those_of_an_integer_linear_program(data):
+    """HiGHS' optimum of the program in Sia's paper: one configuration of each job, and a limit for each type."""
+    num_gpus = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    offers = [
+        [Configuration(-1.1, 0)]
+        + [Configuration(-float(rng.random()), int(rng.integers(1, 5)), int(rng.integers(len(num_gpus))))
+           for _ in range(4)]
+        for _ in range(5)
+    ]  # fmt: skip
+    offers = [[one for one in row if one.num_gpus <= num_gpus[one.kind]] for row in offers]
+    found = best_configurations(offers, num_gpus)
+    assert all(one in row for one, row in zip(found, offers, strict=True))
+    flat = [(job, one) for job, row in enumerate(offers) for one in row]
+    once = [[float(job == at) for job, _ in flat] for at in range(len(offers))]
+    held = [[float(one.num_gpus * (one.kind == kind)) for _, one in flat] for kind in range(len(num_gpus))]
+    assert all(np.dot(row, [one in found and found[job] is one for job, one in flat]) <= limit
+               for row, limit in zip(held, num_gpus, strict=True))  # fmt: skip
+    best = optimize.milp(
+        [-one.value for _, one in flat], integrality=np.ones(len(flat)), bounds=optimize.Bounds(0, 1),
+        constraints=[optimize.LinearConstraint(once, 1, 1), optimize.LinearConstraint(held, 0, num_gpus)],
+    )  # fmt: skip
+    assert math.isclose(sum(one.value for one in found), -best.fun, abs_tol=1e-6)
+
+
+def test_too_many_types_for_dynamic_programming_are_refused():
+    with pytest.raises(ValueError, match="400 x 400 x 400 GPUs of 3 types are 64481201 states.*smaller cluster"):
+        best_configurations([], [400] * 3)
+
+
+def test_jobs_get_the_type_that_suits_them_best():
+    """Both are faster on a, and x more so."""
+    pools = {"a": Cluster(1), "b": Cluster(1)}
+    trace = [
+        dataclasses.replace(linear_job(name, 0, 1, seconds, resize_s=1.0), speeds={"a": fast, "b": 1.0})
+        for name, seconds, fast in (("y", 3000, 1.2), ("x", 3000, 4.0))
+    ]
+    result = simulate(trace, make_policy("sia-like-profiled"), pools)
+    assert {(part.job, part.gpu_type) for part in result.segments if part.start_s == 0} == {("x", "a"), ("y", "b")}
+    with pytest.raises(ValueError, match="job x runs on a, b and the cluster has c; correct its speeds"):
+        simulate(trace[1:], make_policy("fifo"), {"c": Cluster(1)})
+
+
 def test_digamma_is_scipys():
     x = np.geomspace(0.01, 1e4, 200)
     np.testing.assert_allclose(digamma(x), special.digamma(x), rtol=1e-8, atol=1e-8)
@@ -295,6 +342,9 @@ def test_the_command_compares_and_draws(tmp_path, capsys):
     assert main([*arguments, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["policy"], row["resize_s"]) for row in rows] == [("fifo", 5.0), ("srtf", 5.0)]
+    arguments = ["simulate", "--jobs", "3", "--policies", "ones,sia-like", "--pictures", str(tmp_path)]
+    assert main([*arguments, "--gpu-types", "T4:16x4,A100:16x8"]) == 0
+    assert "32 GPUs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -304,6 +354,8 @@ def test_the_command_compares_and_draws(tmp_path, capsys):
         (["--resize-s", "5,-1"], "--resize-s: it is '-1'; give a number of at least 0"),
         (["--policies", "fifo", "--compare-to", "srtf"], "--compare-to srtf is none of --policies fifo"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--gpu-types", "T4:24"], "--gpu-types: it is 'T4:24'; give each type once, as T4:24x4,V100:24x8"),
+        (["--gpu-types", "H100:64x8"], "on a GPU of type H100 is unknown; known are T4, V100, A100"),
     ],
 )
 def test_wrong_arguments_are_said_in_a_line(arguments, message, capsys):

@@ -10,6 +10,7 @@ from patrickstar.ones import (
     PublicFormat,
     make_history,
     make_trace,
+    on_types,
     read_public_trace,
     read_trace,
     write_trace,
@@ -27,6 +28,9 @@ def test_traces_come_back_as_they_were_written(mix, tmp_path):
     trace = make_trace(mix, seed=4, num_jobs=6)
     write_trace(tmp_path / "jobs.jsonl", trace)
     assert read_trace(tmp_path / "jobs.jsonl") == trace
+    typed = on_types(trace, ["A100", "T4"])
+    write_trace(tmp_path / "typed.jsonl", typed)
+    assert read_trace(tmp_path / "typed.jsonl") == typed and all(len(item.speeds) == 2 for item in typed)
     assert make_trace(mix, seed=4, num_jobs=6) == trace and make_trace(mix, seed=5, num_jobs=6) != trace
     assert len(make_trace(mix, seed=0)) == MIXES[mix].num_jobs
 
@@ -84,6 +88,7 @@ def test_history_has_the_lengths_of_other_jobs_of_the_mix():
         (["HEAD", "WRONG"], ":2: job 0000-.*: min_gpus 0"),
         (["HEAD", "OTHER"], ":2: .*unexpected keyword argument 'colour'"),
         (["HEAD", "CURVE"], ":2: 'line' is not a valid Curve"),
+        (["HEAD", "SPEED"], ":2: job 0000-.*: speeds {'T4': 0} must be positive"),
     ],
 )
 def test_wrong_traces_are_named_by_their_line(lines, message, tmp_path):
@@ -93,6 +98,7 @@ def test_wrong_traces_are_named_by_their_line(lines, message, tmp_path):
     known = {
         "HEAD": head, "JOB": job, "WRONG": job.replace('"min_gpus": 1', '"min_gpus": 0'),
         "OTHER": json.dumps({**plain, "colour": 1}), "CURVE": json.dumps({**plain, "curve": "line"}),
+        "SPEED": json.dumps({**plain, "speeds": {"T4": 0}}),
     }  # fmt: skip
     (tmp_path / "bad").write_text("\n".join(known.get(line, line) for line in lines))
     with pytest.raises(ValueError, match=message):

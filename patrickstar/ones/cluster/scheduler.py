@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from patrickstar.ones.cluster.fleet import Fleet, JobPhase, Status
 from patrickstar.ones.cluster.ledger import End, Entry, Ledger, Measured
-from patrickstar.ones.cluster.pools import Candidate, choose_pools, relative_speeds, seconds_on, total
 from patrickstar.ones.cluster.progress import Progress
 from patrickstar.ones.cluster.rows import Row, in_a_line
 from patrickstar.ones.cluster.shares import decide_in_classes
@@ -24,11 +23,11 @@ from patrickstar.ones.cluster.track import Track
 from patrickstar.ones.jobs import Cluster, Job, JobState, StepTime
 from patrickstar.ones.measurements import fitted_throughput
 from patrickstar.ones.policies.protocol import Foresight, Grant, Policy
+from patrickstar.ones.pools import Candidate, divide, has_stayed, relative_speeds, seconds_on, total
 
 MOST_FAILURES = 3
 """Failures without a step between them after which a job is abandoned."""
 _UNKNOWN_RESIZE_S = 10.0
-_STAYS = 10  # times as long as it took to start, before it may be stopped for a faster pool
 _APPEARS_S = 30.0  # seconds after a job's start until its processes exist
 
 
@@ -111,14 +110,21 @@ class Scheduler:
         submissions = {name: entry.submission for name, entry in self._open()}
         if any(self._holds_too_many(track) for track in self._tracks.values()):
             return  # GPUs that are gone are held still
-        chosen = choose_pools([self._candidate(now, entry) for _, entry in self._open()], self._pools)
-        grants, moves = {}, any(self._leaves_type(name, chosen) for name in submissions)
-        states = {kind: self._states(now, kind, chosen) for kind in self._pools}
-        if not moves and not any(states.values()):
+        candidates = [self._candidate(now, entry) for _, entry in self._open()]
+        division = divide(
+            candidates, self._pools, lambda name, kind: self._state(now, self._ledger.entries[name], kind)
+        )
+        if division.leaving:  # the next tick decides on the others
+            for name in division.leaving:
+                self._stop(name)
+            return
+        if not any(division.states.values()):
             return  # no job fits; one that goes on with fewer ranks than its minimum is not stopped for nobody
+        grants = {}
         for kind, pool in self._pools.items():
-            grants |= decide_in_classes(self._policy, now, states[kind], submissions, pool, self._quotas)
-        self._order(now, grants, chosen)
+            states = division.states[kind]
+            grants |= decide_in_classes(self._policy, now, states, submissions, pool, self._quotas)
+        self._order(now, grants, division.pools)
 
     def see_cluster(self, pools: Mapping[str, Cluster]) -> None:
         """Takes notice of nodes that have come or gone. Jobs keep as many GPUs as they have, by new numbers."""
@@ -141,26 +147,16 @@ class Scheduler:
         pool = self._pools.get(track.kind)
         return max((*track.gpus, *(track.ordered or ())), default=-1) >= (pool.num_gpus if pool else 0)
 
-    def _leaves_type(self, name: str, chosen: Mapping[str, str]) -> bool:
-        """True for a job that is stopped, to go on with GPUs of another type."""
-        track = self._tracks.setdefault(name, Track())
-        return bool(track.gpus) and chosen.get(name, track.kind) != track.kind
-
-    def _states(self, now: float, kind: str, chosen: Mapping[str, str]) -> list[JobState]:
-        """Jobs for the policy to decide on in a pool: those that fit."""
-        names = [name for name, _ in self._open() if chosen.get(name) == kind and not self._leaves_type(name, chosen)]
-        found = [self._state(now, self._ledger.entries[name], kind) for name in names]
-        return [state for state in found if min(state.job.sizes, default=math.inf) <= self._pools[kind].num_gpus]
-
     def _candidate(self, now: float, entry: Entry) -> Candidate:
         submission, track = entry.submission, self._tracks.setdefault(entry.submission.name, Track())
         return Candidate(
             name=submission.name,
             least_gpus=submission.first_sizes[0],
-            gpus=submission.requested_gpus,
+            gpus=self._policy.sizes.most(submission.requested_gpus, submission.max_gpus),
             speeds=relative_speeds(track.seconds, self._kinds(submission)),
             held=track.kind if track.gpus else None,
-            may_leave=track.has_checkpoint and now - track.changed_s > _STAYS * (track.start_s or _UNKNOWN_RESIZE_S),
+            waits=None if track.gpus else track.kind,
+            may_leave=track.has_checkpoint and has_stayed(now - track.changed_s, track.start_s or _UNKNOWN_RESIZE_S),
         )
 
     def rows(self) -> list[Row]:
@@ -241,13 +237,17 @@ class Scheduler:
             elif not track.may_change:
                 continue
             elif grant is None:
-                track.ordered, track.ordered_batch = track.gpus, track.batch
-                self._fleet.stop(name)
+                self._stop(name)
             elif (len(grant.gpus), grant.batch_size) != (len(track.gpus), track.batch):
                 gpus = self._room(grant, track, entry.submission)
                 if gpus:
                     track.ordered, track.ordered_batch = gpus, grant.batch_size
                     self._fleet.resize(name, len(gpus), grant.batch_size)
+
+    def _stop(self, name: str) -> None:
+        track = self._tracks[name]
+        track.ordered, track.ordered_batch = track.gpus, track.batch
+        self._fleet.stop(name)
 
     def _start(self, now: float, track: Track, submission: Submission, gpus: tuple[int, ...], batch: int) -> None:
         self._fleet.start(dataclasses.replace(submission, gpu_type=track.kind), len(gpus), batch)

@@ -18,7 +18,7 @@ from patrickstar.ones.policies.optimus import OptimusGreedy
 from patrickstar.ones.policies.past import EpochRecord, History, PastJob
 from patrickstar.ones.policies.pollux import PolluxLike
 from patrickstar.ones.policies.progress import ProgressModel
-from patrickstar.ones.policies.protocol import Allocation, Foresight, Grant, Policy
+from patrickstar.ones.policies.protocol import Allocation, Foresight, Grant, Policy, Profiling, Sizes
 from patrickstar.ones.policies.sia import SiaLike
 from patrickstar.ones.policies.srtf import Srtf
 from patrickstar.ones.policies.tiresias import TiresiasLas
@@ -30,12 +30,14 @@ POLICIES: dict[str, Callable[[int, History], Policy]] = {
     "optimus": lambda seed, history: OptimusGreedy(),
     "pollux-like": lambda seed, history: PolluxLike(),
     "sia-like": lambda seed, history: SiaLike(),
+    "sia-like-profiled": lambda seed, history: SiaLike(profiling=Profiling.EACH_TYPE),
     "ones-published": lambda seed, history: OnesPublished(ProgressModel(seed, history), seed),
     "ones": lambda seed, history: Ones(history),
     "ones-true-lengths": lambda seed, history: Ones(history, Foresight.EXACT),
 }
 """By name. ``ones-published`` is ONES as its authors describe it, ``ones`` our variant, and ``ones-true-lengths`` ours
-with the truth in place of its estimate of remaining work.
+with the truth in place of its estimate of remaining work. ``sia-like-profiled`` knows a job's relative speeds on types
+of GPUs from its arrival.
 """
 
 
@@ -50,4 +52,15 @@ def make_policy(name: str, seed: int = 0, history: History = ()) -> Policy:
     return POLICIES[name](seed, history)
 
 
-__all__ = ["POLICIES", "Allocation", "EpochRecord", "Foresight", "Grant", "History", "PastJob", "Policy", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "Allocation",
+    "EpochRecord",
+    "Foresight",
+    "Grant",
+    "History",
+    "PastJob",
+    "Policy",
+    "Sizes",
+    "make_policy",
+]

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from patrickstar.ones.jobs import BatchRule, Cluster, JobState
 from patrickstar.ones.policies.placement import place
-from patrickstar.ones.policies.protocol import Allocation, Memoryless
+from patrickstar.ones.policies.protocol import Allocation, Memoryless, Sizes
 
 
 class Fifo(Memoryless):
     """Starts jobs by arrival; the first job that does not fit blocks all later ones."""
+
+    sizes = Sizes.REQUESTED
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:
         """See :meth:`patrickstar.ones.policies.protocol.Policy.decide`."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
+
+_MOST_STATES = 10**7
 
 
 def best_sizes(values: np.ndarray, num_gpus: int) -> np.ndarray:
@@ -40,3 +46,54 @@ def best_sizes(values: np.ndarray, num_gpus: int) -> np.ndarray:
         sizes[job] = chosen[job, left]
         left -= sizes[job]
     return sizes
+
+
+class Configuration(NamedTuple):
+    """A number of GPUs of one type for a job, and its value."""
+
+    value: float
+    num_gpus: int
+    kind: int = 0
+    """Index of the type."""
+
+
+def best_configurations(offers: Sequence[Sequence[Configuration]], num_gpus: Sequence[int]) -> list[Configuration]:
+    """Chooses a configuration for each job so that the sum of values is the largest, exactly.
+
+    Dynamic programming over numbers of GPUs of all types, for few configurations per job. The integer linear program
+    of the same choice has the same optimum.
+
+    Args:
+        offers: configurations of each job, among them one without GPUs; of equal values the first is chosen.
+        num_gpus: of the cluster, by type.
+
+    Raises:
+        ValueError: the products of numbers of GPUs are too many for dynamic programming.
+    """
+    shape = tuple(count + 1 for count in num_gpus)
+    if math.prod(shape) > _MOST_STATES:
+        raise ValueError(
+            f"{' x '.join(map(str, num_gpus))} GPUs of {len(shape)} types are {math.prod(shape)} states for dynamic "
+            f"programming, which takes {_MOST_STATES}; simulate a smaller cluster"
+        )
+    best = np.zeros(shape)  # of the jobs so far, with at most so many GPUs
+    chosen = np.zeros((len(offers), *shape), dtype=np.int16)
+    for job, configurations in enumerate(offers):
+        totals = np.full(shape, -np.inf)
+        for index, one in enumerate(configurations):
+            with_it = best[_along(one.kind, slice(shape[one.kind] - one.num_gpus))] + one.value
+            there = _along(one.kind, slice(one.num_gpus, None))
+            is_better = with_it > totals[there]
+            np.copyto(totals[there], with_it, where=is_better)
+            np.copyto(chosen[job][there], index, where=is_better)
+        best = totals
+    found, left = [], list(num_gpus)
+    for job in reversed(range(len(offers))):
+        one = offers[job][chosen[(job, *left)]]
+        left[one.kind] -= one.num_gpus
+        found.append(one)
+    return found[::-1]
+
+
+def _along(axis: int, part: slice) -> tuple[slice, ...]:
+    return (slice(None),) * axis + (part,)

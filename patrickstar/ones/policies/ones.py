@@ -12,7 +12,7 @@ from patrickstar.ones.policies.experience import Experience
 from patrickstar.ones.policies.knapsack import best_sizes
 from patrickstar.ones.policies.past import History
 from patrickstar.ones.policies.placement import place
-from patrickstar.ones.policies.protocol import Allocation, Foresight
+from patrickstar.ones.policies.protocol import Allocation, Foresight, Sizes
 
 _RULE = BatchRule.BEST_GOODPUT
 _LEAST_S = 1e-3
@@ -36,6 +36,8 @@ class Ones:
         cooldown_resizes: the cool-down in costs of a resize, at least ``cooldown_s``.
     """
 
+    sizes = Sizes.ANY
+
     def __init__(
         self,
         history: History = (),
@@ -57,7 +59,7 @@ class Ones:
         self._cooldown_s = cooldown_s
         self._cooldown_resizes = cooldown_resizes
         self._max_wait_s = max_wait_s
-        self._ages_s: dict[str, float] = {}
+        self._ages_s: dict[str, float] = {}  # of jobs in all pools
 
     def longest_wait_s(self, jobs: Sequence[Job], cluster: Cluster) -> float:
         """Bound on the seconds that a job waits for its next GPU, if at most ``jobs`` are unfinished at a time.
@@ -124,7 +126,7 @@ class Ones:
     def _work_s(self, jobs: Sequence[JobState], experience: Experience) -> np.ndarray:
         """Expected seconds of work per end, on the requested GPUs; float64 ``[jobs]``."""
         ages = experience.ages_s(jobs)
-        self._ages_s = {state.job.name: float(age) for state, age in zip(jobs, ages, strict=True)}
+        self._ages_s.update((state.job.name, float(age)) for state, age in zip(jobs, ages, strict=True))
         if self.foresight is Foresight.NONE:
             return experience.remaining_s(ages)
         told = [(state.remaining_samples or 0.0) / experience.reference(state) for state in jobs]

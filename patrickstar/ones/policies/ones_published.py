@@ -13,7 +13,7 @@ import numpy as np
 
 from patrickstar.ones.jobs import BatchRule, Cluster, JobState
 from patrickstar.ones.policies.progress import ProgressModel
-from patrickstar.ones.policies.protocol import Allocation, Foresight, Grant
+from patrickstar.ones.policies.protocol import Allocation, Foresight, Grant, Sizes
 
 _PREDICTED_FROM_EPOCHS = 2
 _MUTATION = 0.3
@@ -34,6 +34,7 @@ class OnesPublished:
     grant is a contiguous range of GPUs.
     """
 
+    sizes = Sizes.ANY
     foresight = Foresight.NONE
 
     def __init__(

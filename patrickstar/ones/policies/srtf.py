@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from patrickstar.ones.jobs import BatchRule, Cluster, JobState, goodputs
 from patrickstar.ones.policies.placement import place, rigid
-from patrickstar.ones.policies.protocol import Allocation, Foresight, Memoryless
+from patrickstar.ones.policies.protocol import Allocation, Foresight, Memoryless, Sizes
 
 
 class Srtf(Memoryless):
     """By remaining seconds on the requested GPUs; jobs that do not fit are skipped."""
 
+    sizes = Sizes.REQUESTED
     foresight = Foresight.EXACT
 
     def decide(self, now: float, jobs: Sequence[JobState], cluster: Cluster) -> Allocation:

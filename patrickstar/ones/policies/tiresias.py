@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from patrickstar.ones.jobs import BatchRule, Cluster, JobState
 from patrickstar.ones.policies.placement import place, rigid
-from patrickstar.ones.policies.protocol import Allocation, Memoryless
+from patrickstar.ones.policies.protocol import Allocation, Memoryless, Sizes
 
 
 class TiresiasLas(Memoryless):
@@ -16,6 +16,8 @@ class TiresiasLas(Memoryless):
     Jobs are rigid and are preempted. The paper's guard against starvation (``PROMOTEKNOB``), infinite by default, is
     left out.
     """
+
+    sizes = Sizes.REQUESTED
 
     def __init__(self, thresholds_gpu_s: Sequence[float] = (3250.0,), interval_s: float = 10.0):
         """Queue boundaries, ascending, in GPU-seconds.
