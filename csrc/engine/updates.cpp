@@ -148,8 +148,8 @@ void Updates::note_made(const UpdateWay& way) { memory_.counters().count_update(
 const char* Updates::how_committed() const {
   return speculation_.commits()
              ? " in its backward (optimizer.speculation is \"commit\"): every backward must be followed "
-               "by exactly one step, with the options it began with; set optimizer.speculation to "
-               "\"auto\""
+               "by exactly one step, with the options it began with; take that step or load a checkpoint, or set "
+               "optimizer.speculation to \"auto\""
              : " before it failed: call optimizer.step() again to finish it, or load a checkpoint";
 }
 
