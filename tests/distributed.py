@@ -2,8 +2,8 @@
 
 Each rank has torchrun's environment, one thread, and torch's store on a free port. `function` must be importable from a
 module's top level; `function`, arguments and results are pickled. Ranks are forked from a server that has imported
-tests/rank_imports.py, which saves five seconds for each rank. With `prefixes`, and with a GPU (CUDA does not survive
-forks), each rank is a new process. `run_python` runs a script or a module in such a fork.
+tests/rank_imports.py, which saves five seconds for each rank. With a GPU (CUDA does not survive forks) each rank is a
+new process. `run_python` runs a script or a module in such a fork.
 """
 
 import atexit
@@ -65,34 +65,35 @@ def rank_outcomes(
     *args,
     timeout_seconds=120,
     stop_after_failure=False,
-    prefixes=None,
+    nodes=None,
     environment=None,
     absent=(),
 ):
-    """Outcomes by rank; all processes have ended. `prefixes[rank]` precedes a rank's command (such as ["ip", "netns",
-    "exec", name]); `environment(rank)` overrides its environment, where None unsets a variable; ranks in `absent` never
-    start.
+    """Outcomes by rank; all processes have ended. `nodes[rank]` is a rank's node (tests/nodes.py), and the first one's
+    address that of the store; `environment(rank)` overrides its environment, where None unsets a variable; ranks in
+    `absent` never start.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task").write_bytes(pickle.dumps((function, args, timeout_seconds)))
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
         common |= {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if nodes:
+            common |= {"MASTER_ADDR": nodes[0].address, "GLOO_SOCKET_IFNAME": nodes[0].interface}
         processes = {}
         for rank in set(range(num_ranks)) - set(absent):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment(rank) if environment else {})
             variables = {name: value for name, value in (os.environ | common | own).items() if value is not None}
-            start = start_of(variables, prefixes)
-            processes[rank] = start(folder, rank, variables, prefixes[rank] if prefixes else ())
+            processes[rank] = start_of(variables)(folder, rank, variables, nodes[rank] if nodes else None)
         ended = _wait(processes, timeout_seconds, stop_after_failure)
         return [_outcome(Path(folder), rank, *ended.get(rank, (None, 0.0))) for rank in range(num_ranks)]
 
 
-def start_of(variables, prefixes):
-    return _start_fork if variables.get("CUDA_VISIBLE_DEVICES") == "" and not prefixes else _start_process
+def start_of(variables):
+    return _start_fork if variables.get("CUDA_VISIBLE_DEVICES") == "" else _start_process
 
 
-def _start_process(folder, rank, variables, prefix):
-    command = [*prefix, sys.executable, "-m", "tests.distributed", folder]
+def _start_process(folder, rank, variables, node=None):
+    command = [*(node.prefix if node else ()), sys.executable, "-m", "tests.distributed", folder]
     with Path(folder, f"output-{rank}").open("wb") as output:
         return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output, start_new_session=True)
 
@@ -120,8 +121,8 @@ class _Fork:
         return self._process.exitcode
 
 
-def _start_fork(folder, rank, variables, _prefix):
-    return _Fork(_run_fork, folder, rank, variables)
+def _start_fork(folder, rank, variables, node=None):
+    return _Fork(_run_fork, folder, rank, variables, node)
 
 
 def run_python(*arguments, cwd=ROOT, environment=None, timeout_seconds=300):
@@ -176,9 +177,11 @@ def server_environment():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _run_fork(folder, rank, variables):
+def _run_fork(folder, rank, variables, node):
     output = Path(folder, f"output-{rank}")
     _become(ROOT, variables, output, output)
+    if node:
+        node.enter()
     _run_rank(folder)
 
 

@@ -20,7 +20,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,12 @@ from patrickstar.ranks.run_secret import (
 ADDRESS_VARIABLE = "PATRICKSTAR_ELASTIC"
 """The environment variable that names the store, "host:port"."""
 _PREFIX = "patrickstar/elastic"
+REFUSAL = "refusal"
+"""Key of a message that replaces an invitation and carries the reason for the refusal."""
 _POLL_SECONDS = 0.005
 CONNECT_SECONDS = 60.0
 _PURPOSE = "rendezvous"
+_READY = "ready"
 
 
 class ResizeError(_C.StateError):
@@ -227,7 +230,8 @@ class Rendezvous:
     # The leader.
 
     def gather(self, num_joining: int, timeout_seconds: float) -> dict[int, dict[str, Any]]:
-        """Waits for so many joining processes with heartbeats; returns their descriptions, by number.
+        """Waits for so many joining processes with heartbeats; returns their descriptions, by number. The store refuses
+        them if this process ends before it has invited them.
 
         Raises:
             ResizeError: they did not arrive within the timeout.
@@ -253,6 +257,7 @@ class Rendezvous:
         chosen = alive[:num_joining]
         for number in chosen:
             self._store.set(f"taken/{number}", "1")
+            self._base.set_at_end(f"{_PREFIX}/invitation/{number}", _refusal("the rank that leads has ended"))
         with reading("a process that joins"):
             return {number: dict(json.loads(self._store.get(f"member/{number}"))) for number in chosen}
 
@@ -260,17 +265,41 @@ class Rendezvous:
         """Sends a joining process its invitation."""
         self._store.set(f"invitation/{number}", json.dumps(invitation))
 
-    def answers(self, numbers: list[int], timeout_seconds: float) -> None:
+    def send_away(self, numbers: Iterable[int], why: str) -> None:
+        """Refuses those of some joining processes that were not invited. A store that is gone is no error."""
+        with contextlib.suppress(dist.DistError):
+            for number in numbers:
+                self._store.compare_set(f"invitation/{number}", "", _refusal(why))
+
+    def send_all_away(self, why: str) -> None:
+        """Refuses all joining processes that wait now and that no leader has gathered."""
+        with contextlib.suppress(dist.DistError):
+            numbers = range(1, self._store.add("arrived", 0) + 1)
+            waiting = [number for number in numbers if not self._store.check([f"taken/{number}"])]
+            for number in waiting:
+                self._store.set(f"taken/{number}", "1")
+            self.send_away(waiting, why)
+
+    def await_at_work(self, numbers: Iterable[int], timeout_seconds: float) -> None:
+        """Waits until all invited processes have begun (:meth:`begin`); limits and errors are those of
+        :meth:`answers`.
+        """
+        self._await_all("begun", numbers, timeout_seconds)
+
+    def answers(self, numbers: Iterable[int], timeout_seconds: float) -> None:
         """Waits until all invited processes are ready, for ``timeout_seconds`` in all.
 
         Raises:
             ResizeError: one refuses, with its reason, or is gone.
         """
+        self._await_all("answer", numbers, timeout_seconds)
+
+    def _await_all(self, key: str, numbers: Iterable[int], timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
         for number in numbers:
             left = max(deadline - time.monotonic(), 0.0)
-            said = self._wait(self._store, f"answer/{number}", number, left, f"process {number} that joins")
-            if said != "ready":
+            said = self._wait(self._store, f"{key}/{number}", number, left, f"process {number} that joins")
+            if said != _READY:
                 raise ResizeError(f"process {number} cannot join: {said}")
 
     def decide(self, token: str, decision: Decision) -> Decision:
@@ -295,9 +324,14 @@ class Rendezvous:
         with reading("an invitation"):
             return dict(json.loads(text))
 
+    def begin(self, number: int) -> None:
+        """Tells the leader that this process has its invitation and notices if others end."""
+        self._store.set(f"begun/{number}", _READY)
+
     def answer(self, number: int, problem: str | None) -> None:
         """Answers the invitation; ``problem`` None means ready."""
-        self._store.set(f"answer/{number}", problem or "ready")
+        for key in ("begun", "answer"):
+            self._store.set(f"{key}/{number}", problem or _READY)
 
     def decision(self, token: str, timeout_seconds: float) -> Decision:
         """Waits for the decision.
@@ -326,3 +360,7 @@ class Rendezvous:
             return store.get(key).decode()
         except dist.DistError as error:
             raise ResizeError(f"the rendezvous' store is gone ({first_line(error)})") from error
+
+
+def _refusal(why: str) -> str:
+    return json.dumps({REFUSAL: why})

@@ -274,8 +274,8 @@ class ElasticRun:
         self.num_lost += recovered.num_lost
         self.next = Next.TRAIN
         self._begin_to_lead()
-        if self.rank == 0 and self._board is not None:
-            self._next_order = self._board.refuse_resizes(self._next_order, f"a rank was lost: {first_line(error)}")
+        if self.rank == 0:
+            self._next_order = survival.refuse_resizes(self._next_order, f"a rank was lost: {first_line(error)}")
         survival.copy(self.num_ranks)
         self._mark()
         if self.rank == 0:

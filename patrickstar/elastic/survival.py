@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from patrickstar.elastic.engine_protocol import RecoverableEngine
+from patrickstar.elastic.orders import OrderBoard
 from patrickstar.elastic.phases import Recovered
 from patrickstar.elastic.rendezvous import Rendezvous
 from patrickstar.elastic.survivors import RollCall
@@ -60,6 +61,15 @@ class Survival:
         return self._engine.recover(
             error, call=self._call, number=number, user_state=self._user_state, rendezvous=self._meeting, **options
         )
+
+    def refuse_resizes(self, first: int, reason: str) -> int:
+        """Refuses orders from ``first`` on until one that is no resize, and the processes that wait to join for them.
+        Returns the number of the next order. For the rank that leads.
+        """
+        following = OrderBoard(self._meeting.store).refuse_resizes(first, reason)
+        if following > first:
+            self._meeting.send_all_away(reason)
+        return following
 
 
 @contextlib.contextmanager

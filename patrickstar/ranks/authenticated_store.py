@@ -119,11 +119,12 @@ class _Table:
                     (key,) = parts
                     return [_ABSENT if self._values.pop(key, None) is None else _PRESENT]
                 case _Request.WAIT:
-                    milliseconds, *keys = parts
-                    is_there = self._changed.wait_for(
-                        lambda: all(key in self._values for key in keys), min(int(milliseconds), 1000) / 1000
+                    milliseconds, reason, *keys = parts
+                    self._changed.wait_for(
+                        lambda: reason in self._values or all(key in self._values for key in keys),
+                        min(int(milliseconds), 1000) / 1000,
                     )
-                    return [_PRESENT if is_there else _ABSENT]
+                    return [_PRESENT if all(key in self._values for key in keys) else _ABSENT]
                 case _Request.COUNT:
                     return [b"%d" % len(self._values)]
                 case _Request.SET_AT_END:
@@ -140,21 +141,23 @@ class AuthenticatedStore(_Base):
         port: its port.
         key: 32 bytes, the server's.
         timeout_seconds: for the connection, and for :meth:`get` and :meth:`wait`.
+        waits: for a server that begins to listen later.
 
     Raises:
         OSError: no server is there, or it has another key.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, *, timeout_seconds: float):
+    def __init__(self, host: str, port: int, key: bytes, *, timeout_seconds: float, waits: bool = True):
         super().__init__()
         self.host, self.port = host, port
         self._key, self._timeout_seconds = key, timeout_seconds
+        self._reason = ""
         self._lock = threading.RLock()
         self._is_asking = False
         self._process = os.getpid()
         self._is_lost = False
         self.set_timeout(datetime.timedelta(seconds=timeout_seconds))
-        self._connection: AuthenticatedConnection | None = self._connect(timeout_seconds)
+        self._connection: AuthenticatedConnection | None = self._connect(timeout_seconds, waits)
 
     @property
     def address(self) -> str:
@@ -167,7 +170,7 @@ class AuthenticatedStore(_Base):
         Raises:
             OSError: the server is gone.
         """
-        return AuthenticatedStore(self.host, self.port, self._key, timeout_seconds=timeout_seconds)
+        return AuthenticatedStore(self.host, self.port, self._key, timeout_seconds=timeout_seconds, waits=False)
 
     def close(self) -> None:
         """Closes this process's connection; further calls fail."""
@@ -215,14 +218,16 @@ class AuthenticatedStore(_Base):
         """Waits until all of these keys exist.
 
         Raises:
-            DistStoreError: some are absent after the timeout.
+            DistStoreError: some are absent after the timeout, or :meth:`end_waits_at` ends the wait.
         """
         seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + seconds
         while True:
             left = max(min(deadline - time.monotonic(), _WAIT_SLICE_SECONDS), 0.0)
-            if self._ask(_Request.WAIT, str(int(1000 * left)), *keys)[0] == _PRESENT:
+            if self._ask(_Request.WAIT, str(int(1000 * left)), self._reason, *keys)[0] == _PRESENT:
                 return
+            if self._reason and self.check([self._reason]):
+                raise dist.DistStoreError(self.get(self._reason).decode())
             if time.monotonic() >= deadline:
                 raise dist.DistStoreError(f"{', '.join(keys)} did not come within {seconds:g} s")
 
@@ -233,6 +238,10 @@ class AuthenticatedStore(_Base):
         killed. An empty value takes an earlier one back.
         """
         self._ask(_Request.SET_AT_END, key, value)
+
+    def end_waits_at(self, key: str) -> None:
+        """Ends waits of this object as soon as that key exists. Its value is the reason."""
+        self._reason = key
 
     def _ask(self, request: _Request, *parts: str | bytes) -> list[bytes]:
         if os.getpid() != self._process:
@@ -250,7 +259,7 @@ class AuthenticatedStore(_Base):
                 if self._is_lost:
                     raise ConnectionError("it was lost before")
                 if self._connection is None:
-                    self._connection = self._connect(self._timeout_seconds)
+                    self._connection = self._connect(self._timeout_seconds, False)
                 self._connection.send(body, self._timeout_seconds)
                 return _unpack(self._connection.receive(self._timeout_seconds))
             except OSError as error:
@@ -264,8 +273,10 @@ class AuthenticatedStore(_Base):
             finally:
                 self._is_asking = False
 
-    def _connect(self, timeout_seconds: float) -> AuthenticatedConnection:
-        return connect(self.host, self.port, self._key, timeout_seconds=timeout_seconds, most_bytes=MOST_BYTES)
+    def _connect(self, timeout_seconds: float, waits: bool) -> AuthenticatedConnection:
+        return connect(
+            self.host, self.port, self._key, timeout_seconds=timeout_seconds, most_bytes=MOST_BYTES, waits=waits
+        )
 
     def _drop(self) -> None:
         if self._connection is not None:

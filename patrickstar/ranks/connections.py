@@ -21,7 +21,7 @@ from patrickstar import _C
 from patrickstar.ranks.addresses import gloo_on_loopback
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.context import DistributedContext
-from patrickstar.ranks.failures import DisagreementError, FailureWatch, abort_all, first_line
+from patrickstar.ranks.failures import DisagreementError, FailureWatch, abort_all, connecting
 from patrickstar.ranks.messages import read_list
 from patrickstar.ranks.wording import format_ranks
 
@@ -220,16 +220,9 @@ class Connections:
         timeout = datetime.timedelta(seconds=self._timeout_seconds)
         world_group = len(self._members) == self.context.world_size
         options = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": not world_group}
-        try:
-            with gloo_on_loopback(os.environ.get("MASTER_ADDR", "")):
-                made = {
-                    part: dist.new_group(list(part), **options) for part in (division if world_group else [members])
-                }
-        except RuntimeError as error:
-            raise _C.RankFailure(
-                f"rank {self.context.rank} could not connect to the others ({first_line(error)}); where ranks are on "
-                "several nodes, GLOO_SOCKET_IFNAME must name the network interface that reaches them"
-            ) from error
+        parts = division if world_group else [members]
+        with connecting(self.context.rank), gloo_on_loopback(os.environ.get("MASTER_ADDR", "")):
+            made = {part: dist.new_group(list(part), **options) for part in parts}
         self._groups.append(made[members])
         return made[members]
 

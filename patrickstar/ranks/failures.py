@@ -18,7 +18,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -136,6 +136,8 @@ class FailureWatch:
         self._process = os.getpid()
         self._finished = threading.Event()
         self._news = threading.Event()
+        with contextlib.suppress(*_STORE_ERRORS):  # the thread finds the store gone, too
+            self.notice.post_at_end(f"rank {self._rank}'s process has ended; see its output")
         self._thread = threading.Thread(target=self._run, name="patrickstar-failure-watch", daemon=True)
         self._thread.start()
 
@@ -201,8 +203,6 @@ class FailureWatch:
             self._news.clear()
             beat += 1
             try:
-                if beat == 1:
-                    self.notice.post_at_end(f"rank {self._rank}'s process has ended; see its output")
                 self._store.set(self._key(self._rank), f"{beat} {self.activity}")
                 failure = self.notice.read() or self._own_finding()
             except _STORE_ERRORS as error:
@@ -282,6 +282,18 @@ def is_lost_rank(error: BaseException) -> bool:
     """True for errors of calls in which another rank is missing: RankFailure, and those of torch.distributed."""
     is_ours = isinstance(error, (_C.RankFailure, dist.DistError))
     return is_ours or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+@contextlib.contextmanager
+def connecting(rank: int) -> Iterator[None]:
+    """Context in which a rank connects to others over gloo; its errors become RankFailure."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _C.RankFailure(
+            f"rank {rank} could not connect to the others ({first_line(error)}); where ranks are on several nodes, "
+            "GLOO_SOCKET_IFNAME must name the network interface that reaches them"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

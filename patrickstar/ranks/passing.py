@@ -7,9 +7,9 @@
     exchange(connected.scatter, [(sends, receives), ...], device, timeout_seconds=60)
     ranks = open_ranks(..., connected=connected)
 
-torch.distributed's world is neither used nor made, so processes may be in worlds of their own. They meet in a store
-that one of them serves. A process that does not arrive, or leaves, raises OSError here and no RankFailure: no rank of a
-world has failed.
+torch.distributed's world is neither used nor made, so processes may be in worlds of their own. They meet in the store
+of a future world (``world_store.serve_world``). A process that does not arrive, or leaves, raises OSError here and no
+RankFailure: no rank of a world has failed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from patrickstar import _C
 from patrickstar.ranks.addresses import gloo_on_loopback
-from patrickstar.ranks.authenticated_store import AuthenticatedStore
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators, wait_for
 from patrickstar.ranks.failures import first_line
+from patrickstar.ranks.world_store import reach_world
 
 PeerBytes = tuple[int, int, int]
 """The other's rank, an address, and bytes."""
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassingPlace:
-    """A process's rank among those that communicate, and their store."""
+    """A process's rank among those that communicate, and their store, that of a future world."""
 
     rank: int
     """Rank among the processes."""
@@ -110,8 +110,8 @@ def _connect(
     """One communicator per use; ``connections`` closes them."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     with _connecting(name, place):
-        store = AuthenticatedStore(place.host, place.port, place.key, timeout_seconds=timeout_seconds)
-    connections.callback(store.close)  # keeps the store alive ([Note: references to stores])
+        whom = f"process {place.rank} of {place.size}"
+        store = reach_world(place.host, place.port, place.key, timeout_seconds, whom)  # kept until it is forgotten
     stores = {use: dist.PrefixStore(f"patrickstar/passing/{name}/{use}", store) for use in uses}
     if device.type == "cuda":
         return _nccl(name, stores, place, device, meanwhile, connections, timeout_seconds)
@@ -142,6 +142,7 @@ def _nccl(
         with _connecting(name, place):
             if place.rank == 0:
                 store.set("id", _C.collective.make_nccl_id())
+            store.wait(["id"], datetime.timedelta(seconds=timeout_seconds))
             made = bytes(store.get("id"))
         connect = functools.partial(
             _C.collective.make_nccl_communicator, made, rank=place.rank, size=place.size, device=device.index

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from patrickstar import _C
 from patrickstar.ranks.addresses import gloo_on_loopback
 from patrickstar.ranks.context import host_name
-from patrickstar.ranks.failures import first_line, own_connection
+from patrickstar.ranks.failures import connecting, first_line, own_connection
 from patrickstar.ranks.wording import format_ranks
-from patrickstar.ranks.world_store import attempt, reach_world, world_store
+from patrickstar.ranks.world_store import MOVED, attempt, reach_world, world_store
 
 _POLL_SECONDS = 0.05
 _FIRST_POLL_SECONDS = 0.002  # doubles each time; ranks that arrive for a resize are there at once
@@ -85,7 +85,7 @@ def _make_world(world_size: int, timeout_seconds: float) -> None:
     store = world_store(rank, timeout)
     with _waiting(rank):  # before torch.distributed waits, whose error would not name the missing rank
         _call_the_roll(store, f"patrickstar/{attempt()}/world", range(world_size), rank, timeout_seconds)
-    with gloo_on_loopback(os.environ["MASTER_ADDR"]):
+    with connecting(rank), gloo_on_loopback(os.environ["MASTER_ADDR"]):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -124,9 +124,11 @@ def meet(rank: int, members: tuple[int, ...], timeout_seconds: float) -> Meeting
 
 @contextlib.contextmanager
 def _waiting(rank: int) -> Iterator[None]:
-    """Raises RankFailure if the store is lost while ranks wait for each other."""
+    """Raises RankFailure if a rank ends or the store is lost while ranks wait for each other."""
     try:
         yield
+    except dist.DistStoreError as error:
+        raise _C.RankFailure(f"rank {rank} waited for the others to come: {first_line(error)}") from error
     except dist.DistError as error:
         raise _C.RankFailure(
             f"rank {rank} waited for the others to come and lost torch's store ({first_line(error)}): rank 0 or "
@@ -193,9 +195,9 @@ def move_to_world(place: RankPlace, timeout_seconds: float, arrival_seconds: flo
     )
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if place.world_size > 1:
-        store = reach_world(place.host, place.port, place.key, timeout_seconds)
+        store = reach_world(place.host, place.port, place.key, timeout_seconds, f"rank {place.rank}'s process")
         with _waiting(place.rank):
-            _call_the_roll(store, "patrickstar/moved", range(place.world_size), place.rank, arrival_seconds)
+            _call_the_roll(store, MOVED, range(place.world_size), place.rank, arrival_seconds)
 
 
 def end_world() -> None:

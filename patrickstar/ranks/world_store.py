@@ -3,6 +3,8 @@
 There is one store per process and address, which lasts as long as the process. With a store per engine, a faster rank
 could reach one that is about to end. Each world made of a store has its own prefix.
 
+A store of a future world tells who has ended or given up: all waits in it fail at once.
+
 A store that PatrickStar serves for a run with a secret answers that run's processes alone (authenticated_store.py). A
 ``TCPStore`` answers any process that reaches its port. Rank 0 serves one if there is no secret, on loopback alone if
 ``MASTER_ADDR`` is there; torchrun serves one on all interfaces.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,6 +25,11 @@ from patrickstar.ranks.addresses import is_loopback, listen, listening_address, 
 from patrickstar.ranks.authenticated_store import AuthenticatedStore, ServedStore
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.run_secret import SECRET_VARIABLE, read_secret
+
+MOVED = "patrickstar/moved"
+"""Prefix of the keys with which the ranks of a future world arrive in it."""
+_GIVEN_UP = f"{MOVED}/missing"
+"""Key for the process of a future world that has ended or given up, and why."""
 
 _stores: dict[tuple[str, int], dist.Store] = {}
 _num_worlds: dict[tuple[str, int], int] = {}
@@ -87,28 +95,53 @@ def serve_world(host: str, key: bytes, timeout_seconds: float) -> int:
         store = ServedStore(listen(host, 0), key, timeout_seconds=timeout_seconds)
     except OSError as error:
         raise _C.RankFailure(f"no store can be served at {host} ({first_line(error)})") from error
+    store.end_waits_at(_GIVEN_UP)
     _stores[host, store.port] = store
     return store.port
 
 
-def reach_world(host: str, port: int, key: bytes, timeout_seconds: float) -> dist.Store:
-    """Connects to a store that another process serves by :func:`serve_world`, unless this process serves it.
+def reach_world(host: str, port: int, key: bytes, timeout_seconds: float, whom: str) -> dist.Store:
+    """The store of a future world. Unless this process serves it, the first call connects to the process that does so
+    by :func:`serve_world`. Its waits fail at once if one of the processes that have called this ends.
+
+    Args:
+        host: of the serving process.
+        port: of the store.
+        key: 32 bytes, which all ranks of that world have.
+        timeout_seconds: for values of other ranks.
+        whom: names this process in errors of others.
 
     Raises:
-        RankFailure: the store is not reached.
+        RankFailure: the store is not there any more.
     """
     if (host, port) in _stores:
         return _stores[host, port]
     try:
-        store = _stores[host, port] = AuthenticatedStore(host, port, key, timeout_seconds=timeout_seconds)
-    except OSError as error:
+        store = AuthenticatedStore(host, port, key, timeout_seconds=timeout_seconds, waits=False)
+        store.end_waits_at(_GIVEN_UP)
+        store.set_at_end(_GIVEN_UP, f"{whom} has ended; see its output")
+    except (OSError, dist.DistError) as error:
         raise _C.RankFailure(f"the store of the new ranks at {host}:{port} is not reached ({error})") from error
+    _stores[host, port] = store
     return store
 
 
+@contextlib.contextmanager
+def giving_up(host: str, port: int, whom: str) -> Iterator[None]:
+    """Context that ends the waits of all others in the store of a future world if it raises."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(dist.DistError, KeyError):
+            why = f"{whom} has given up: {type(error).__name__}: {first_line(error)}"
+            _stores[host, port].compare_set(_GIVEN_UP, "", why)
+        raise
+
+
 def forget_world(host: str, port: int) -> None:
-    """Ends a store of :func:`serve_world` whose world was not entered."""
+    """Leaves the store of a future world that this process does not enter; ends it if this process serves it."""
     store = _stores.pop((host, port), None)
     if isinstance(store, AuthenticatedStore):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, dist.DistError):
+            store.set_at_end(_GIVEN_UP, "")
             store.close()

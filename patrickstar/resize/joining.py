@@ -9,14 +9,14 @@ from typing import Any
 
 from patrickstar import _C
 from patrickstar.elastic.phases import Resized, ResizePhase
-from patrickstar.elastic.rendezvous import Decision, Rendezvous, ResizeError
+from patrickstar.elastic.rendezvous import REFUSAL, Decision, Rendezvous, ResizeError
 from patrickstar.elastic.resize_folder import is_token
 from patrickstar.elastic.sampler import OfBatch
 from patrickstar.ranks.addresses import AllowedHosts, split_address
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.failures import first_line, is_interrupt
 from patrickstar.resize.devices import DeviceShards, pass_on, prepare_to_receive
-from patrickstar.resize.plan import REFUSAL, ResizeKeys, ResizeOptions, ResizePlan, UserState, description
+from patrickstar.resize.plan import ResizeKeys, ResizeOptions, ResizePlan, UserState, description
 from patrickstar.resize.reopening import change
 from patrickstar.resize.resizing import check_supported, check_user_state
 from patrickstar.resize.shards import HeldShards, Shards, check_state, reached_state
@@ -67,7 +67,6 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
             plan, keys = invitation.plan, invitation.plan.keys(options)
             rank = plan.new_rank(None, number)
             assert rank is not None
-            options.note_phase(ResizePhase.CHECK)
             prepared = _prepare(session, invitation, keys, number, options, unless_joined, meeting)
             until_joined.enter_context(deferred_signals())  # until the change is over, as in resize_session
             meeting.answer(number, None)
@@ -101,17 +100,23 @@ def _prepare(
     plan, limit = invitation.plan, options.timeout_seconds
     rank = plan.new_rank(None, number)
     assert rank is not None
+    whom = f"joining process {number}"
     try:
-        check_user_state(_without_batches(options.user_state), len(plan.former))
-        shards = Shards(session, plan, rank, options.folder, keys.files)
-        unless_joined.callback(shards.remove_reached, rank)
-        on_devices = shards.on_devices(None, rank)
-        connected = pass_on(session, plan, shards.moves, on_devices, plan.passing_place(keys, None, number), options)
-        if connected is not None:
-            unless_joined.callback(connected.close)
-        shards.files.reach(rank, invitation.addresses, limit)
-        state = reached_state(shards.files.folder, keys.files, rank, invitation.addresses[0], limit)
-        check_state(state, options.user_state)
+        unless_joined.callback(plan.forget_world)
+        with plan.giving_up(whom):
+            plan.reach_world(keys, whom, session.config.rank_timeout_seconds)
+            meeting.begin(number)
+            options.note_phase(ResizePhase.CHECK)
+            check_user_state(_without_batches(options.user_state), len(plan.former))
+            shards = Shards(session, plan, rank, options.folder, keys.files)
+            unless_joined.callback(shards.remove_reached, rank)
+            on_devices, place = shards.on_devices(None, rank), plan.passing_place(keys, None, number)
+            connected = pass_on(session, plan, shards.moves, on_devices, place, options)
+            if connected is not None:
+                unless_joined.callback(connected.close)
+            shards.files.reach(rank, invitation.addresses, limit)
+            state = reached_state(shards.files.folder, keys.files, rank, invitation.addresses[0], limit)
+            check_state(state, options.user_state)
     except BaseException as error:
         problem = f"{type(error).__name__}: {first_line(error)}"
         with contextlib.suppress(RuntimeError):  # the store is gone

@@ -20,13 +20,11 @@ from patrickstar.ranks.failures import is_interrupt
 from patrickstar.ranks.passing import PassingPlace
 from patrickstar.ranks.run_secret import RunSecret
 from patrickstar.ranks.world import RankPlace
-from patrickstar.ranks.world_store import serve_world
+from patrickstar.ranks.world_store import forget_world, giving_up, reach_world, serve_world
 from patrickstar.resize.memory import MemoryFacts
 from patrickstar.session.rank_sync import failed_ranks
 from patrickstar.session.session import Session
 
-REFUSAL = "refusal"
-"""Key of a message that replaces an invitation and carries the reason for the refusal."""
 MEMORY = "memory"
 """Key of a joining process's :class:`MemoryFacts`."""
 
@@ -145,6 +143,23 @@ class ResizePlan:
             SecretError: the file of the run's secret is missing or refused.
         """
         return ResizeKeys.of(self.token, RunSecret.from_hex(self.secret) if self.secret else options.run_secret())
+
+    def reach_world(self, keys: ResizeKeys, whom: str, timeout_seconds: float) -> None:
+        """Connects this process to the store of the new world. From now on others notice at once if it ends.
+
+        Raises:
+            RankFailure: the leader has ended.
+        """
+        if self.port > 0:
+            reach_world(self.host, self.port, keys.store, timeout_seconds, whom)
+
+    def forget_world(self) -> None:
+        """Leaves that store: this process does not enter the new world."""
+        forget_world(self.host, self.port)
+
+    def giving_up(self, whom: str) -> contextlib.AbstractContextManager[None]:
+        """Context that ends the waits of all others in that store if it raises."""
+        return giving_up(self.host, self.port, whom)
 
     def new_rank(self, old: int | None, joiner: int | None = None) -> int | None:
         """New rank of an old rank or of a joining process; None: it leaves."""

@@ -33,7 +33,7 @@ from patrickstar.ranks.addresses import LOOPBACK
 from patrickstar.ranks.failures import first_line
 from patrickstar.ranks.messages import reading
 from patrickstar.ranks.world import end_world
-from patrickstar.ranks.world_store import forget_world, serve_world
+from patrickstar.ranks.world_store import serve_world
 from patrickstar.resize.copies import Copies, Copy, ShardCopy
 from patrickstar.resize.plan import ResizeKeys, ResizeOptions, ResizePlan, UserState, accumulation_for
 from patrickstar.resize.reopening import left, open_again
@@ -72,6 +72,7 @@ def recover_session(
     old = verdict.world.index(copies.name)
     plan = _shared_plan(session, call, verdict, copies, options)
     keys, new = plan.keys(options), plan.new_rank(old)
+    plan.reach_world(keys, f"old rank {old}'s process", session.config.rank_timeout_seconds)
     held = _held(copies, verdict, old)
     shards = Shards(session, plan, new, options.folder, keys.files)
     server: FileServer | None = None
@@ -88,7 +89,7 @@ def recover_session(
                 shards.files.reach(new, addresses, options.timeout_seconds)
     except BaseException:
         shards.remove()
-        forget_world(plan.host, plan.port)
+        plan.forget_world()
         raise
     finally:
         if server is not None:
@@ -98,6 +99,7 @@ def recover_session(
     source = RecoverySource.CHECKPOINT if held.copy is None else RecoverySource.COPIES
     num_lost = len(verdict.lost)
     if new is None:
+        plan.forget_world()
         for one in held.shards if server is not None else ():
             shards.remove_given(one, server)
         return Recovered(resized=left(session, plan, shards), source=source, num_lost=num_lost)

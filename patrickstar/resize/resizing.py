@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patrickstar import _C
@@ -27,7 +27,6 @@ from patrickstar.elastic.sampler import OfRanks
 from patrickstar.elastic.transfers import FileServer
 from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.messages import reading
-from patrickstar.ranks.world_store import forget_world
 from patrickstar.resize.devices import on_all_devices, params_on_device, pass_on
 from patrickstar.resize.memory import (
     MemoryFacts,
@@ -40,7 +39,6 @@ from patrickstar.resize.memory import (
 )
 from patrickstar.resize.plan import (
     MEMORY,
-    REFUSAL,
     ResizeOptions,
     ResizePlan,
     UserState,
@@ -99,15 +97,15 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
                 if num_joining > 0:
                     meeting = options.meeting_place()
                     joiners = meeting.gather(num_joining, options.timeout_seconds)
-                    try:
-                        check_joiners(session, joiners, options.user_state)
-                        _check_memory(session, _staying(former, facts, joiners), former, facts)
-                    except (ResizeError, _C.MemoryBudgetError) as error:
-                        _send_away(meeting, joiners, str(error))
-                        raise
-                else:
-                    _check_memory(session, _staying(former, facts, {}), former, facts)
+                    until_changed.callback(meeting.send_away, joiners, "the ranks that train gave the resize up")
                 staying = _staying(former, facts, joiners)
+                try:
+                    check_joiners(session, joiners, options.user_state)
+                    _check_memory(session, staying, former, facts)
+                except (ResizeError, _C.MemoryBudgetError) as error:
+                    if meeting is not None:
+                        meeting.send_away(joiners, str(error))
+                    raise
                 hosts, others = [one.host for one in staying], [one.host for one in facts]
                 plan = make_plan(session, former, joiners, hosts, others, options, allowed)
                 rooms = device_rooms(facts, staying)
@@ -117,13 +115,16 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             until_changed.enter_context(meeting.beating(plan.token))
 
         new, keys = plan.new_rank(control.rank), plan.keys(options)
+        whom = f"old rank {control.rank}'s process"
         shards = Shards(session, plan, new, options.folder, keys.files)
         on_devices = shards.on_devices(control.rank, new)
         server: FileServer | None = None
         connected: ChunkCommunicators | None = None
         is_decided = False
         try:
-            with all_or_none(session, "shards were not published"):
+            with session.guard("resize"):
+                plan.reach_world(keys, whom, limit)
+            with all_or_none(session, "shards were not published"), plan.giving_up(whom):
                 options.note_phase(ResizePhase.PUBLISH)
                 check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
                 publish(session, shards, control.rank)
@@ -132,11 +133,12 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             server = shards.serve(options, control.rank)
             told = together(session, server.address if server is not None else "")
             addresses = [address.decode() for address in told]
-            with all_or_none(session, "not all that is needed is there"):
+            with all_or_none(session, "not all that is needed is there"), plan.giving_up(whom):
                 options.note_phase(ResizePhase.CHECK)
                 if is_leader and meeting is not None:
                     for number in plan.joiners:
                         meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
+                    meeting.await_at_work(plan.joiners, options.timeout_seconds)
                 place = plan.passing_place(keys, control.rank)
                 connected = pass_on(session, plan, shards.moves, on_devices, place, options)
                 if new is not None:
@@ -154,25 +156,19 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             if not is_decided:
                 if connected is not None:
                     connected.close()
-                if is_leader:
-                    forget_world(plan.host, plan.port)
+                plan.forget_world()
                 if meeting is not None:
                     with contextlib.suppress(RuntimeError):
                         meeting.decide(plan.token, Decision.STAY)
-                        _send_away(meeting, plan.joiners, "the ranks that train gave the resize up")
                 shards.remove()  # on every rank, since the leader may be gone
             if server is not None:
                 server.close()
-        if new is None and server is not None:
-            shards.remove_given(control.rank, server)
+        if new is None:
+            plan.forget_world()
+            if server is not None:
+                shards.remove_given(control.rank, server)
         held = HeldShards(shards, on_devices, control.rank, new)
         return change(session, plan, keys, shards, held, new, options, connected)
-
-
-def _send_away(meeting: Rendezvous, joiners: Iterable[int], why: str) -> None:
-    """Tells waiting processes that no invitation follows. An invited process waits for the decision."""
-    for number in joiners:
-        meeting.invite(number, {REFUSAL: why})
 
 
 def _shared_plan(session: Session, plan: ResizePlan | None) -> ResizePlan:

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from patrickstar.ranks.run_secret import write_secret
 from patrickstar.ranks.world_store import serve_world
 from tests.distributed import ROOT, free_port, run_ranks, server_environment, start_of
 from tests.gpu.test_resize import on_gpus
+from tests.nodes import num_nodes, two_nodes
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -163,14 +163,14 @@ def test_communicators_that_were_connected_before_their_world():
 def test_forks_are_made_where_nothing_uses_cuda(monkeypatch):
     for visible, is_fork in (("", True), ("0", False), (None, False)):
         variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        start = start_of(variables, prefixes=None)
+        start = start_of(variables)
         assert (start.__name__ == "_start_fork") == is_fork
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with server_environment():
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     for number in range(2):
-        assert start_of({**os.environ, **on_gpus(number)}, None).__name__ == "_start_process"
+        assert start_of({**os.environ, **on_gpus(number)}).__name__ == "_start_process"
 
 
 def share_gpus(gpus):
@@ -250,47 +250,12 @@ def gather_across_nodes():
         return ranks.context, whole.view(ranks.gather.size, -1).mean(1).tolist()
 
 
-@contextlib.contextmanager
-def two_nodes():
-    """Prefixes and environment of two ranks in network namespaces joined by a cable; without the right to make these,
-    one machine with an unusual address.
-    """
-    names = [f"ps{os.getpid()}{side}" for side in "ab"]
-
-    def ip(*arguments):
-        return subprocess.run(["ip", *arguments], capture_output=True, text=True).returncode == 0
-
-    try:
-        made = all(ip("netns", "add", name) for name in names)
-        made = made and ip(
-            "link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]
-        )
-        for index, name in enumerate(names if made else ()):
-            made = made and ip("-n", name, "addr", "add", f"10.213.77.{index + 1}/24", "dev", name)
-            made = made and ip("-n", name, "link", "set", name, "up") and ip("-n", name, "link", "set", "lo", "up")
-        if made:
-            rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
-            prefixes = [["ip", "netns", "exec", name, *rename, name] for name in names]
-            yield prefixes, "10.213.77.1", names
-        else:
-            yield [[], []], "127.0.0.2", ["lo", "lo"]
-    finally:
-        for name in names:
-            ip("netns", "del", name)
-
-
 def test_two_nodes():
-    with two_nodes() as (prefixes, address, interfaces):
-        print(f"store at {address}, interfaces {interfaces}")
-        common = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
-        results = run_ranks(
-            2,
-            gather_across_nodes,
-            prefixes=prefixes,
-            environment=lambda rank: common | {"GLOO_SOCKET_IFNAME": interfaces[rank]},
-        )
-    num_nodes = len(set(interfaces))
+    with two_nodes() as nodes:
+        print(f"nodes {nodes}")
+        common = {"MASTER_PORT": str(free_port()), "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+        results = run_ranks(2, gather_across_nodes, nodes=nodes, environment=lambda _: common)
     for rank, (context, means) in enumerate(results):
-        assert context.local_rank == (0 if num_nodes == 2 else rank)
-        assert context.local_world_size == 2 // num_nodes
+        assert context.local_rank == (0 if num_nodes(nodes) == 2 else rank)
+        assert context.local_world_size == 2 // num_nodes(nodes)
         assert means == [[1.5, 2.0], [2.0, 3.0]][rank]  # own shard: the mean over ranks; the other's: as gathered

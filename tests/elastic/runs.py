@@ -256,13 +256,16 @@ def follow_orders(address: str, folder: str, num_steps: int) -> dict[str, Any]:
     return result
 
 
-Order = int | tuple[int, int] | None  # ranks, or ranks and batch; None: a stop
+Order = int | tuple[int, int] | dict[str, Any] | None  # ranks, or ranks and batch, or arguments; None: a stop
 
 
 def give(orders: Orders, order: Order) -> None:
     """Returns when the order is in place: a written order gets no answer, a requested one does."""
-    num_ranks, global_batch = order if isinstance(order, tuple) else (order, 0)
-    number = orders.stop() if num_ranks is None else orders.resize(num_ranks, global_batch=global_batch)
+    if isinstance(order, tuple):
+        order = {"num_ranks": order[0], "global_batch": order[1]}
+    if isinstance(order, int):
+        order = {"num_ranks": order}
+    number = orders.stop() if order is None else orders.resize(**order)
     assert orders.outcome(number) is None
 
 

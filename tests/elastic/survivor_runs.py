@@ -28,7 +28,7 @@ from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.ranks.run_secret import default_secret_file
 from patrickstar.resize.copies import Copies
 from patrickstar.runtime import initialize_engine
-from tests.elastic.runs import GLOBAL_BATCH, NUM_SAMPLES, build, give, samples, state_of
+from tests.elastic.runs import GLOBAL_BATCH, NUM_SAMPLES, Order, build, give, samples, state_of
 from tests.training import make_config
 
 
@@ -61,19 +61,21 @@ def survive(
     log: str,
     redundancy: int | None = 1,
     checkpoint: str | None = None,
-    plan: dict[int, int] | None = None,
+    plan: dict[int, Order] | None = None,
     kill_in: tuple[int, ResizePhase] | None = None,
     shards: str = "/dev/shm",
     precision: str = "fp32",
     global_batch: int = GLOBAL_BATCH,
+    timeout_seconds: float = 3000.0,
 ) -> dict[str, Any]:
     """Runs one process of a run; ``kills`` gives the step and the point at which some processes die, ``plan`` orders by
     step, ``kill_in`` a process that dies in a phase of the first resize. ``checkpoint`` is a folder for checkpoints
-    after each step. Each finished step is a line in a file of ``log``.
+    after each step. Each finished step is a line in a file of ``log``. Timeouts are longer than any test, so that a
+    wait for a lost process does not end by one, except ``timeout_seconds`` of a resize where it is given.
     """
     number = int(os.environ["RANK"])
     shards = shards.format(number)
-    config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=25)
+    config = make_config(precision, default_chunk_size=16384, rank_timeout_seconds=3600)
     engine, optimizer = initialize_engine(build, int(os.environ["LOCAL_RANK"]), config)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     sampler = ElasticSampler(NUM_SAMPLES, global_batch, 3, seed=1)
@@ -90,7 +92,7 @@ def survive(
         look_seconds=1e-9,
         redundancy=redundancy,
         rendezvous=address,
-        resize_options={"folder": shards, "timeout_seconds": 6, "note_phase": note},
+        resize_options={"folder": shards, "timeout_seconds": timeout_seconds, "note_phase": note},
     )
     result: dict[str, Any] = {"attempts": [], "end": None}
     written = Path(log, str(number))

@@ -8,7 +8,8 @@ from torch.utils.data import TensorDataset
 
 import patrickstar
 from patrickstar.config import parse_config
-from patrickstar.elastic import ElasticSampler, ResizeError, ResizePhase, serve_rendezvous
+from patrickstar.elastic import ElasticSampler, Rendezvous, ResizeError, ResizePhase, serve_rendezvous
+from patrickstar.elastic.rendezvous import REFUSAL
 from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.resize.memory import MemoryFacts, check_copies, expected_budgets
 from patrickstar.runtime import initialize_engine
@@ -139,3 +140,31 @@ def test_ranks_that_budgets_cannot_hold_are_refused_before_anything_moves(tmp_pa
         assert result["phases"] == [ResizePhase.GATHER]
         assert_same(result["before"], result["after"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gathered_process_and_its_leader_notice_at_once_that_the_other_ends():
+    store = serve_rendezvous("127.0.0.1", 0)
+    address = f"127.0.0.1:{store.port}"
+    leader, joining, late = (Rendezvous.at(address, timeout_seconds=3600) for _ in range(3))
+    number, dies = joining.arrive({}), late.arrive({})
+    with joining.beating(number):
+        with late.beating(dies):
+            assert leader.gather(2, 3600).keys() == {number, dies}
+        leader.invite(dies, {})
+        with pytest.raises(ResizeError, match=f"process {dies} that joins: its process has ended"):
+            leader.await_at_work([dies], 3600)
+        leader.store._connection.interrupt()  # as the system does for a killed process
+        assert joining.invitation(number, 3600) == {REFUSAL: "the rank that leads has ended"}
+
+
+def test_processes_that_wait_to_join_are_sent_away_once():
+    store = serve_rendezvous("127.0.0.1", 0)
+    leader, joining = (Rendezvous.at(f"127.0.0.1:{store.port}") for _ in range(2))
+    first = joining.arrive({})
+    leader.send_all_away("a rank was lost")
+    assert joining.invitation(first, 60) == {REFUSAL: "a rank was lost"}
+    second = joining.arrive({})
+    leader.invite(second, {"plan": {}})
+    leader.send_away([first, second], "given up")  # after the invitation
+    assert joining.invitation(first, 60) == {REFUSAL: "a rank was lost"}
+    assert joining.invitation(second, 60) == {"plan": {}}

@@ -11,13 +11,14 @@ from torch import nn
 from patrickstar.elastic import Next, Orders, ResizePhase, serve_rendezvous
 from patrickstar.elastic.sampler import ElasticSampler
 from patrickstar.elastic.survivors import Generation, Report, judge
-from tests.collective.test_ranks import two_nodes
+from tests.bits import assert_same_bits
 from tests.distributed import free_port, rank_outcomes
 from tests.elastic.batch_runs import follow, replay
 from tests.elastic.runs import GLOBAL_BATCH, NUM_SAMPLES, build, samples
 from tests.elastic.survivor_runs import Point, survive, survive_across_nodes, survive_in_another_script
 from tests.elastic.test_batch_changes import check_against_replay
 from tests.elastic.test_resize import ALONE
+from tests.nodes import two_nodes
 from tests.training import ADAM
 
 NUM_STEPS = 4
@@ -199,36 +200,61 @@ def test_16_bits(precision, tmp_path):
     check_losses(trained, tmp_path / "log", tolerance=0.1)
 
 
+def values_across_nodes(nodes, kills, num_steps, options, folder):
+    """Results of processes that do not die: two ranks on each of two nodes, and any others on the second one. Each
+    process has a folder of its own for shards; the first one serves the rendezvous.
+    """
+    (folder / "log").mkdir(parents=True)
+    for number in range(len(nodes)):
+        (folder / str(number)).mkdir()
+    first = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
+    joining = {**ALONE, "PATRICKSTAR_ELASTIC_JOINS": "1"}
+    outcomes = rank_outcomes(
+        len(nodes),
+        survive_across_nodes_with,
+        {**options, "shards": f"{folder}/{{}}"},
+        nodes[0].address,
+        free_port(),
+        kills,
+        num_steps,
+        str(folder / "log"),
+        nodes=nodes,
+        environment=lambda number: {**first, "LOCAL_RANK": str(number % 2)} if number < 4 else joining,
+        timeout_seconds=100,
+    )
+    expected = [-signal.SIGKILL if number in kills else 0 for number in range(len(nodes))]
+    assert [outcome.returncode for outcome in outcomes] == expected, outcomes
+    return [outcome.value for number, outcome in enumerate(outcomes) if number not in kills]
+
+
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks_lose_one_and_let_another_go(tmp_path):
-    """Each process has a folder of its own. Rank 1's copies are on the other node; later three ranks resize to two."""
-    (tmp_path / "log").mkdir()
-    for number in range(4):
-        (tmp_path / str(number)).mkdir()
-    options = {"plan": {4: 2}, "shards": f"{tmp_path}/{{}}"}
-    with two_nodes() as (prefixes, address, interfaces):
-        common = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "2"}
-        outcomes = rank_outcomes(
-            4,
-            survive_across_nodes_with,
-            options,
-            address,
-            free_port(),
-            {1: (2, Point.UPDATED)},
-            5,
-            str(tmp_path / "log"),
-            prefixes=[prefixes[number // 2] for number in range(4)],
-            environment=lambda number: (
-                common | {"LOCAL_RANK": str(number % 2), "GLOO_SOCKET_IFNAME": interfaces[number // 2]}
-            ),
-            timeout_seconds=100,
-        )
-    values = [outcome.value for number, outcome in enumerate(outcomes) if number != 1]
-    assert [outcome.returncode for outcome in outcomes] == [0, -signal.SIGKILL, 0, 0], outcomes
+    """Rank 1's copies are on the other node; later three ranks resize to two."""
+    with two_nodes() as (one, other):
+        nodes = [one, one, other, other]
+        values = values_across_nodes(nodes, {1: (2, Point.UPDATED)}, 5, {"plan": {4: 2}}, tmp_path)
     trained = [value for value in values if value["end"] is Next.TRAIN]
     assert sorted(value["end"].name for value in values) == ["LEAVE", "TRAIN", "TRAIN"]
     assert [(value["num_ranks"], value["num_lost"]) for value in trained] == [(2, 1)] * 2
     check_losses(trained, tmp_path / "log", num_steps=5)
+
+
+def test_a_whole_node_leaves_and_another_one_joins(tmp_path):
+    """Losses and parameters have the bits of the same resizes on one node."""
+    options = {"plan": {1: {"num_ranks": 2, "leaving": (2, 3)}, 3: 4}}
+    found = {}
+    with two_nodes() as (one, other):
+        for where, nodes in (("two", [one] * 2 + [other] * 4), ("one", [one] * 6)):
+            values = values_across_nodes(nodes, {}, 5, options, tmp_path / where)
+            assert [value["end"].name for value in values] == ["TRAIN"] * 2 + ["LEAVE"] * 2 + ["TRAIN"] * 2
+            assert [value["attempts"] for value in values] == [[0, 1, 2, 3, 4]] * 2 + [[0]] * 2 + [[3, 4]] * 2
+            trained = [value for value in values if value["end"] is Next.TRAIN]
+            check_losses(trained, tmp_path / where / "log", num_steps=5)
+            lines = [json.loads(line) for path in (tmp_path / where / "log").iterdir() for line in path.open()]
+            found[where] = sorted((line["step"], sorted(line["seen"]), line["losses"]) for line in lines), trained
+    assert found["two"][0] == found["one"][0]
+    for value, expected in zip(found["two"][1], found["one"][1], strict=True):
+        assert_same_bits(value["state"], expected["state"])
 
 
 @pytest.mark.slow
@@ -246,13 +272,26 @@ def test_other_scripts_go_on_too(kind):
 
 LEADER, MEMBER, JOINING = 0, 1, 2
 IN_A_RESIZE = [(victim, phase) for victim in (LEADER, MEMBER, JOINING) for phase in ResizePhase]
-FEW_IN_A_RESIZE = [(MEMBER, ResizePhase.BUILD), (JOINING, ResizePhase.CLOSE)]
+FEW_IN_A_RESIZE = [
+    (LEADER, ResizePhase.GATHER),
+    (LEADER, ResizePhase.PUBLISH),
+    (LEADER, ResizePhase.OPEN),
+    (MEMBER, ResizePhase.BUILD),
+    (JOINING, ResizePhase.CHECK),
+    (JOINING, ResizePhase.CLOSE),
+]
+NOT_YET_GATHERED = [(JOINING, ResizePhase.GATHER), (JOINING, ResizePhase.PUBLISH)]
+"""Deaths of a joining process for which another one may come, until the resize's timeout."""
 
 
 def check_resize(victim, phase, folder):
-    """Two ranks resize to three after the second step, when a process dies."""
+    """Two ranks resize to three after the second step, when a process dies. No timeout ends the waits of the others,
+    the process that joins included.
+    """
     (folder / "shards").mkdir()
     options = {"num_joining": 1, "plan": {2: 3}, "kill_in": (victim, phase), "shards": str(folder / "shards")}
+    if (victim, phase) in NOT_YET_GATHERED:
+        options["timeout_seconds"] = 3.0
     outcomes = outcomes_of(2, {}, folder / "log", **options)
     assert outcomes[victim].returncode == -signal.SIGKILL, outcomes[victim].output
     values = [outcome.value for number, outcome in enumerate(outcomes) if number != victim]

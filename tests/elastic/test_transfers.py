@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from patrickstar.elastic.transfers import FileServer, fetch, own_address
-from tests.collective.test_ranks import two_nodes
 from tests.distributed import free_port, run_ranks
 from tests.elastic.runs import train_across_nodes
 from tests.elastic.test_resize import ALONE, assert_same
+from tests.nodes import two_nodes
 
 KEY = bytes(32)
 
@@ -64,16 +64,16 @@ def test_a_process_on_another_node_joins_and_leaves(tmp_path):
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     plan = [1, 2, 2, 1]
-    with two_nodes() as (prefixes, address, interfaces):
+    with two_nodes() as nodes:
         first, second = run_ranks(
             2,
             train_across_nodes,
-            address,
+            nodes[0].address,
             free_port(),
             plan,
             f"{tmp_path}/{{}}",
-            prefixes=prefixes,
-            environment=lambda number: ALONE | {"GLOO_SOCKET_IFNAME": interfaces[number]},
+            nodes=nodes,
+            environment=lambda _: ALONE,
         )
     (state, _), (joined, _) = first["after"][1], second["after"][1]
     assert_same(state, joined)

@@ -1,8 +1,5 @@
-import ctypes
 import dataclasses
 import os
-import socket
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,6 @@ from tests.ranks.in_turn import train_in_turn
 from tests.training import make_config
 
 BATCH, LENGTH = 2, 24
-_NEW_UTS = 0x04000000  # CLONE_NEWUTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,18 +142,6 @@ def train(run: Run) -> dict[str, Any]:
 
 def train_all(runs: list[Run]) -> list[dict[str, Any]]:
     return train_in_turn(train, runs)
-
-
-def train_on_nodes(names: list[str], runs: list[Run]) -> list[dict[str, Any]]:
-    """Trains in the network namespace and under the host name ``names[node]``, with equally many ranks per node."""
-    name = names[int(os.environ["RANK"]) * len(names) // int(os.environ["WORLD_SIZE"])]
-    network = Path("/run/netns", name)
-    if network.exists():
-        libc = ctypes.CDLL(None, use_errno=True)
-        for entered in (libc.setns(os.open(network, os.O_RDONLY), 0), libc.unshare(_NEW_UTS)):
-            assert entered == 0, os.strerror(ctypes.get_errno())
-        socket.sethostname(name)
-    return train_all(runs)
 
 
 class OwnAttention(nn.Module):

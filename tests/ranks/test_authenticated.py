@@ -9,11 +9,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from patrickstar.ranks import authenticated_server
+from patrickstar import RankFailure
+from patrickstar.ranks import authenticated, authenticated_server
 from patrickstar.ranks.addresses import listen
 from patrickstar.ranks.authenticated import HELLO_BYTES, MAGIC, AuthenticationError, connect
 from patrickstar.ranks.authenticated_server import MOST_STRANGERS
 from patrickstar.ranks.authenticated_store import MOST_BYTES, AuthenticatedStore, ServedStore
+from patrickstar.ranks.world_store import reach_world
 
 KEY, WRONG = bytes(32), bytes([1] * 32)
 
@@ -104,6 +106,35 @@ def test_a_key_is_set_when_a_process_is_killed(served):
     first._connection.interrupt()  # as the system does for a killed process
     assert served.get("ended") == b"b"
     assert (served.get("there"), served.check(["taken back"])) == (b"a", False)
+
+
+def test_waits_end_with_the_reason_for_which_a_key_will_never_come(served):
+    first, second = client_of(served), AuthenticatedStore(served.host, served.port, KEY, timeout_seconds=3600)
+    second.end_waits_at("given up")
+    second.set("there", "1")
+    second.wait(["there"])
+    first.set_at_end("given up", "the process of rank 0 has ended")
+    threading.Timer(0.05, first._connection.interrupt).start()
+    with pytest.raises(dist.DistStoreError, match="the process of rank 0 has ended"):
+        second.get("never")
+    second.wait(["there"])  # what is there counts more than a reason
+
+
+def test_a_store_that_was_there_is_not_awaited(served, monkeypatch):
+    attempts, connect_once = [], authenticated._connect_once
+
+    def counted(*arguments):
+        attempts.append(arguments)
+        return connect_once(*arguments)
+
+    client = AuthenticatedStore(served.host, served.port, KEY, timeout_seconds=3600)
+    served.close()
+    monkeypatch.setattr(authenticated, "_connect_once", counted)
+    with pytest.raises(ConnectionRefusedError):
+        client.other_connection(3600)
+    with pytest.raises(RankFailure, match="the store of the new ranks at .* is not reached"):
+        reach_world(served.host, served.port, KEY, 3600, "rank 1")
+    assert len(attempts) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ import torch
 
 from patrickstar.activations.activation_rules import Saved
 from tests.bits import assert_same_bits
-from tests.collective.test_ranks import two_nodes
 from tests.distributed import free_port, run_ranks
+from tests.nodes import num_nodes, two_nodes
 from tests.ranks.sharded import (
     LENGTH,
     Model,
@@ -12,7 +12,6 @@ from tests.ranks.sharded import (
     checkpointed,
     go_wrong,
     train_all,
-    train_on_nodes,
     train_own,
     two_entry_points,
 )
@@ -113,20 +112,14 @@ def test_hybrid_on_two_nodes(alone):
     """Two ranks on each node: heads are divided within a node, keys travel between nodes."""
     expected = [Run(LLAMA, "left"), Run(GPT_OSS, "left"), Run(QWEN3_NEXT, "left", checkpointing=False)]
     runs = [Run(**{**vars(run), "size": 4, "mode": "hybrid"}) for run in expected]
-    with two_nodes() as (_, address, interfaces):
-        names = list(dict.fromkeys(interfaces))
-        print(f"nodes {names}, store at {address}")
-        common = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
-        by_rank = run_ranks(
-            4,
-            train_on_nodes,
-            names,
-            runs,
-            environment=lambda rank: common | {"GLOO_SOCKET_IFNAME": interfaces[rank // 2]},
-        )
+    with two_nodes() as nodes:
+        print(f"nodes {nodes}")
+        common = {"MASTER_PORT": str(free_port()), "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+        of_ranks = [nodes[0], nodes[0], nodes[1], nodes[1]]
+        by_rank = run_ranks(4, train_all, runs, nodes=of_ranks, environment=lambda _: common)
     for index, run in enumerate(expected):
         for rank in by_rank:
-            assert rank[index]["neighbours"] == 4 // len(names)
+            assert rank[index]["neighbours"] == 4 // num_nodes(nodes)
             assert rank[index]["losses"] == by_rank[0][index]["losses"]
             assert_close(rank[index], alone[ONE.index(run)])
 
