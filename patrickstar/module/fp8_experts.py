@@ -30,7 +30,7 @@ from patrickstar.fp8.grouped import (
     multiply_columns,
     turn,
 )
-from patrickstar.fp8.linear import RECIPES, Recipe
+from patrickstar.fp8.linear import RECIPES, Recipe, differentiable_once
 from patrickstar.module import expert_rows
 from patrickstar.module.expert_rows import Routing
 
@@ -130,6 +130,7 @@ class _Mixture(torch.autograd.Function):
         return expert_rows.sum_rows(rows, positions, weights)
 
     @staticmethod
+    @differentiable_once
     @once_differentiable
     def backward(ctx, grad):
         up, down, weights, order, positions, ends, padded_ends, gate_up, rows, *codes = ctx.saved_tensors
@@ -161,6 +162,7 @@ class _Products(torch.autograd.Function):
         return found
 
     @staticmethod
+    @differentiable_once
     @once_differentiable
     def backward(ctx, grad):
         up, down, ends, padded_ends, gate_up, *codes = ctx.saved_tensors
