@@ -139,7 +139,9 @@ class _Multiply(torch.autograd.Function):
 
 
 class _CompiledMultiply(torch.autograd.Function):
-    """Keeps the input. A graph that recomputes it keeps nothing."""
+    """Keeps the input. A graph that recomputes it keeps nothing. Without the copy, which the compiler removes, backward
+    would read what a graph writes into the input later.
+    """
 
     @staticmethod
     def forward(ctx, rows, weight, recipe, side):
@@ -192,7 +194,7 @@ _last = _LastInput()
 
 def _cast_input(x: Tensor, rows: Tensor, block: Block, sides: Sides) -> tuple[Codes | None, Codes | None]:
     """Casts ``rows``, which are made of ``x`` alone."""
-    if x.is_inference() or (x.is_leaf and x.requires_grad):  # versions count neither its writes nor an optimizer's
+    if x.is_inference() or isinstance(x, nn.Parameter):  # versions count no writes of an engine, nor in inference
         return cast(rows, block, sides)
     entry, state = _last.entry, _state_of(x)
     if entry is not None:

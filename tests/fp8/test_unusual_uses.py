@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from patrickstar.choices import Fp8Recipe
 from patrickstar.config import Fp8Config
-from patrickstar.fp8 import linear
+from patrickstar.fp8 import linear, support
+from patrickstar.module import fp8_experts
 from patrickstar.module.fp8_layers import Fp8Layers
 from patrickstar.runtime import initialize_engine
 from tests.fp8.test_experts import make_experts, mixture, small_layers
@@ -263,3 +264,10 @@ def test_experts_with_adapters_multiply_in_16_bits(weights):
     reasons = [text for name, text in changed.left_out.items() if name.endswith(adapted)]
     assert changed.num_experts == 0 and reasons == ["adapter"] * 2
     changed.restore()
+
+
+def test_trials_of_a_gpu_do_not_depend_on_the_default_device():
+    host = torch.device("cpu")
+    with torch.device("meta"):
+        assert support._difference(host, Fp8Recipe.ROWWISE) == 0
+        assert all(value.device == host for value in fp8_experts.trial(host))
