@@ -5,15 +5,18 @@
 
 Inputs, weights and gradients are cast on use. Weights, their gradients and results are bfloat16. The backward keeps the
 transposed input's codes, half of the input's bytes; a compiled one keeps the input, which its graph may recompute.
-Calls of other dtypes, under autocast for instance, and of fewer than 128 rows are computed as before.
+Autocast to bfloat16 applies first. Calls of other dtypes, of nested tensors and of fewer than 128 rows are computed as
+before. Copies and pickles of a module are of its former class.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from patrickstar.choices import Fp8Recipe
-from patrickstar.fp8.casting import TILE, Block, Codes, Format, Sides, cast
+from patrickstar.fp8.casting import TILE, Block, Codes, Format, Sides, cast, stream_of
 from patrickstar.fp8.products import Sum, cast_weight, multiply, product
 
 
@@ -42,6 +45,8 @@ RECIPES = {
     Fp8Recipe.TENSORWISE: Recipe(Block.MATRIX, Block.MATRIX, Block.MATRIX, Format.E5M2, Sum.FAST),
 }
 """Recipes of DeepSeek-V3, and of torchao's configurations of the same names."""
+_AUTOCAST = frozenset([torch.float32, torch.float16, torch.bfloat16])
+"""Dtypes that autocast changes."""
 
 
 @functools.cache
@@ -50,29 +55,61 @@ def fp8_class(base: type[nn.Module]) -> type[nn.Module]:
     transformers' ``Conv1D``, with a weight ``[in, out]``.
     """
     sides = Sides.PLAIN if issubclass(base, nn.Linear) else Sides.TRANSPOSED
-    return type(f"Fp8{base.__name__}", (_Fp8Product, base), {"_forward_side": sides})
+    return type(f"Fp8{base.__name__}", (_Fp8Product, base), {"_forward_side": sides, "_former_class": base})
 
 
 class _Fp8Product(nn.Module):
     fp8_recipe: Recipe
     _forward_side: Sides
     """Side of the weight whose rows are results."""
+    _former_class: type[nn.Module]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        rows = x.reshape(-1, x.size(-1))
-        if rows.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or rows.size(0) < TILE:
-            return super().forward(x)
+        is_bfloat16 = _computes_in(input) is weight.dtype is torch.bfloat16
+        if not is_bfloat16 or input.is_nested or input.numel() < TILE * input.size(-1):
+            return super().forward(input)
+        rows = input.reshape(-1, input.size(-1)).to(torch.bfloat16)
         if torch.compiler.is_compiling():  # the compiler finds common casts, and chooses what backward keeps
             result = _CompiledMultiply.apply(rows, weight, self.fp8_recipe, self._forward_side)
         else:
             needs_grad = torch.is_grad_enabled() and weight.requires_grad
+            sides = Sides.BOTH if needs_grad else Sides.PLAIN
             with torch.no_grad():
-                codes, turned = _cast_input(x, rows, self.fp8_recipe.inputs, Sides.BOTH if needs_grad else Sides.PLAIN)
-            result = _Multiply.apply(rows, weight, codes, turned, self.fp8_recipe, self._forward_side)
+                codes, turned = _cast_input(input, rows, self.fp8_recipe.inputs, sides)
+            kept = turned if needs_grad else None  # the cast may be another layer's
+            result = _Multiply.apply(rows, weight, codes, kept, self.fp8_recipe, self._forward_side)
         if bias is not None:
             result = result + bias
-        return result.view(*x.shape[:-1], -1)
+        return result.view(*input.shape[:-1], -1)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Copies and pickles as a module of the former class."""
+        state = {name: value for name, value in vars(self).items() if name != "fp8_recipe"}
+        return copyreg._reconstructor, (self._former_class, object, None), state
+
+
+def _computes_in(x: Tensor) -> torch.dtype:
+    """Dtype in which a product of ``x`` is computed: autocast's, or its own."""
+    is_cast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype in _AUTOCAST
+    return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A custom function's backward, called with ``create_graph=True``, raises RuntimeError. PyTorch's
+    ``once_differentiable`` alone leaves terms out, without an error, where the incoming gradient depends on nothing.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "backward is called with create_graph=True, but products in 8 bits have no second derivative; leave "
+                "fp8 out, or name the layers in fp8.skip_modules"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 class _Multiply(torch.autograd.Function):
@@ -85,6 +122,7 @@ class _Multiply(torch.autograd.Function):
         return multiply(codes, weight, recipe.weights, side, rows.size(0), recipe.forward_sum)
 
     @staticmethod
+    @differentiable_once
     @once_differentiable
     def backward(ctx, grad):
         weight, *turned = ctx.saved_tensors
@@ -101,16 +139,19 @@ class _Multiply(torch.autograd.Function):
 
 
 class _CompiledMultiply(torch.autograd.Function):
-    """Keeps the input. A graph that recomputes it keeps nothing."""
+    """Keeps the input. A graph that recomputes it keeps nothing. Without the copy, which the compiler removes, backward
+    would read what a graph writes into the input later.
+    """
 
     @staticmethod
     def forward(ctx, rows, weight, recipe, side):
         ctx.recipe, ctx.side = recipe, side
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows.clone(), weight)
         codes, _ = cast(rows, recipe.inputs, Sides.PLAIN)
         return product(codes, cast_weight(weight, recipe.weights, side), rows.size(0), recipe.forward_sum)
 
     @staticmethod
+    @differentiable_once
     @once_differentiable
     def backward(ctx, grad):
         rows, weight = ctx.saved_tensors
@@ -145,26 +186,33 @@ class _LastInput(threading.local):
     """The last input that was cast, while it exists: query, key and value layers share theirs."""
 
     def __init__(self) -> None:
-        self.entry: tuple[weakref.ref[Tensor], int, Block, Sides, Any] | None = None
+        self.entry: tuple[weakref.ref[Tensor], tuple[int, ...], Block, Sides, Any] | None = None
 
 
 _last = _LastInput()
 
 
 def _cast_input(x: Tensor, rows: Tensor, block: Block, sides: Sides) -> tuple[Codes | None, Codes | None]:
-    if x.is_inference():  # such tensors do not count their versions
+    """Casts ``rows``, which are made of ``x`` alone."""
+    if x.is_inference() or isinstance(x, nn.Parameter):  # versions count no writes of an engine, nor in inference
         return cast(rows, block, sides)
-    entry = _last.entry
+    entry, state = _last.entry, _state_of(x)
     if entry is not None:
-        of, version, cast_block, cast_sides, found = entry
-        if of() is x and version == x._version and cast_block is block and cast_sides in (sides, Sides.BOTH):
+        of, cast_state, cast_block, cast_sides, found = entry
+        if of() is x and cast_state == state and cast_block is block and cast_sides in (sides, Sides.BOTH):
             return found
     found = cast(rows, block, sides)
-    last = _last
+    mine = vars(_last)  # of this thread; another one may free the input
 
     def forget(reference: weakref.ref[Tensor]) -> None:
-        if last.entry is not None and last.entry[0] is reference:
-            last.entry = None
+        if mine["entry"] is not None and mine["entry"][0] is reference:
+            mine["entry"] = None
 
-    last.entry = (weakref.ref(x, forget), x._version, block, sides, found)
+    _last.entry = (weakref.ref(x, forget), state, block, sides, found)
     return found
+
+
+def _state_of(x: Tensor) -> tuple[int, ...]:
+    """Numbers that differ if ``x`` has other values, or if its codes may not have been computed yet."""
+    stream = stream_of(x) if x.is_cuda and torch.cuda.is_initialized() else 0
+    return x._version, x.untyped_storage()._cdata, stream

@@ -49,7 +49,8 @@ def check_device(device: torch.device, recipe: Fp8Recipe) -> None:
 def _difference(device: torch.device, recipe: Fp8Recipe) -> float:
     """The largest difference of a product of each kind, over its largest entry."""
     chosen, generator = RECIPES[recipe], torch.Generator().manual_seed(0)
-    x, weight, grad = (torch.randn(_TRIAL_SIZE, _TRIAL_SIZE, generator=generator).bfloat16() for _ in range(3))
+    sizes = (_TRIAL_SIZE, _TRIAL_SIZE)
+    x, weight, grad = (torch.randn(sizes, generator=generator, device="cpu").bfloat16() for _ in range(3))
     worst = 0.0
     for a, a_block, b, b_block in (
         (x, chosen.inputs, weight, chosen.weights),

@@ -30,7 +30,7 @@ from patrickstar.fp8.grouped import (
     multiply_columns,
     turn,
 )
-from patrickstar.fp8.linear import RECIPES, Recipe
+from patrickstar.fp8.linear import RECIPES, Recipe, differentiable_once
 from patrickstar.module import expert_rows
 from patrickstar.module.expert_rows import Routing
 
@@ -68,10 +68,11 @@ def trial(device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     num_tokens, hidden, width = 300, 2 * TILE, TILE
-    chosen = torch.stack([torch.zeros(num_tokens), 2 + (torch.arange(num_tokens) % 2)], 1).long()
+    with torch.device("cpu"):  # whatever the default is
+        chosen = torch.stack([torch.zeros(num_tokens), 2 + (torch.arange(num_tokens) % 2)], 1).long()
     chosen[:7, 0] = 4
     given = (normal(num_tokens, hidden), normal(num_tokens, 2), normal(5, 2 * width, hidden), normal(5, hidden, width))
     scales, dtypes = (1.0, 1.0, 0.1, 0.1), (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
@@ -130,6 +131,7 @@ class _Mixture(torch.autograd.Function):
         return expert_rows.sum_rows(rows, positions, weights)
 
     @staticmethod
+    @differentiable_once
     @once_differentiable
     def backward(ctx, grad):
         up, down, weights, order, positions, ends, padded_ends, gate_up, rows, *codes = ctx.saved_tensors
@@ -161,6 +163,7 @@ class _Products(torch.autograd.Function):
         return found
 
     @staticmethod
+    @differentiable_once
     @once_differentiable
     def backward(ctx, grad):
         up, down, ends, padded_ends, gate_up, *codes = ctx.saved_tensors

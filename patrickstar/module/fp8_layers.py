@@ -19,7 +19,7 @@ from patrickstar.fp8.casting import TILE
 from patrickstar.fp8.grouped import MOST_GROUPS
 from patrickstar.fp8.linear import RECIPES, fp8_class
 from patrickstar.fp8.support import check_device
-from patrickstar.module.fused_experts import is_fused, is_swiglu
+from patrickstar.module.fused_experts import is_experts, is_fused, is_swiglu
 from patrickstar.module.linear_layers import LinearLayer, is_named, linear_layers
 
 LEAST_NUMEL = 2**19
@@ -28,8 +28,9 @@ LEAST_EXPERT = (2048, 1024)
 """Hidden and intermediate sizes of experts. Smaller ones are no faster than in bfloat16
 (``benchmark/results/h200-fp8-experts.txt``).
 """
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last parts of the names of layers that choose experts; rounding would change their choice."""
+_ROUTERS = frozenset(["gate", "router", "shared_expert_gate"])
+"""Parts of the names of layers that choose experts; rounding would change their choice."""
+_COMPUTED = "weight that is computed from others"
 
 
 def check_fp8(model: nn.Module, section: Fp8Config | None, device: torch.device) -> None:
@@ -57,6 +58,10 @@ class _Selection:
             else:
                 self.left_out[layer.name] = reason
                 others += numel
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and module._parameters.get("weight") is None:
+                self.left_out[name] = _COMPUTED
+                others += module.in_features * module.out_features
         for name, module, numel in _experts(model):
             reason = _exclusion_of_experts(name, module, section) or experts_exclusion
             if reason is None:
@@ -80,7 +85,7 @@ class Fp8Layers:
     Attributes:
         num_layers: linear layers that multiply in 8 bits.
         num_experts: modules of fused experts that do.
-        share: of the FLOPs of all products with weights, those of experts counted as a token uses them.
+        share: of the FLOPs of all linear layers and experts, those of experts counted as a token uses them.
         left_out: reason by name of every other linear layer and mixture of experts.
     """
 
@@ -121,7 +126,9 @@ def _exclusion(layer: LinearLayer) -> str | None:
     base, numel = type(layer.module), math.prod(layer.shape)
     if base is not nn.Linear and base.__name__ != "Conv1D":
         return f"class {base.__name__}, which may compute otherwise"
-    if layer.name.rpartition(".")[2] in _ROUTERS:
+    if "forward" in vars(layer.module):
+        return "a forward of its own, which may compute otherwise"
+    if not _ROUTERS.isdisjoint(layer.name.split(".")):
         return "router"
     if any(size % TILE for size in layer.shape):
         return f"{' x '.join(map(str, layer.shape))} is not made of blocks of {TILE} x {TILE}"
@@ -134,6 +141,8 @@ def _exclusion_of_experts(name: str, module: nn.Module, section: Fp8Config) -> s
     """Reason why experts multiply in bfloat16."""
     if any(is_named(name, text) for text in section.skip_modules):
         return "fp8.skip_modules"
+    if name.rpartition(".")[2] == "base_layer":
+        return "adapter"
     if section.recipe is not Fp8Recipe.ROWWISE:
         return f'experts, whose products are in 8 bits with the recipe "{Fp8Recipe.ROWWISE.value}" alone'
     if not is_fused(module):
@@ -142,7 +151,7 @@ def _exclusion_of_experts(name: str, module: nn.Module, section: Fp8Config) -> s
         return "experts that compute more than two products and SwiGLU"
     weights = [module._parameters.get(each) for each in ("gate_up_proj", "down_proj")]
     if any(weight is None for weight in weights):
-        return "adapter"
+        return _COMPUTED
     for weight in weights:
         if any(size % TILE for size in weight.shape[1:]):
             return f"{' x '.join(map(str, weight.shape[1:]))} is not made of blocks of {TILE} x {TILE}"
@@ -163,7 +172,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, float]]:
     """Names and modules of experts, and the elements of their weights that a token meets."""
     for name, module in model.named_modules():
         weights = [param for param in module._parameters.values() if param is not None and param.dim() == 3]
-        if weights and not isinstance(module, nn.Conv1d):
+        if weights and (is_experts(module) or sum(weight.size(0) > 1 for weight in weights) > 1):
             config = getattr(module, "config", None)
             chosen = getattr(config, "num_experts_per_tok", None) or weights[0].size(0)
             per_token = min(chosen / weights[0].size(0), 1.0)

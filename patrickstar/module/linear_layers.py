@@ -38,7 +38,7 @@ def linear_layers(module: nn.Module, skipped: Iterable[str], key: str) -> Iterat
         ValueError: ``skipped`` names none of the modules.
     """
     skipped = tuple(skipped)
-    names = [name for name, _ in module.named_modules()]
+    names = [name for name, _ in module.named_modules() if name]
     for unknown in (text for text in skipped if not any(is_named(name, text) for name in names)):
         raise ValueError(
             f"{key} names {unknown!r}, which is no module of {type(module).__name__}, nor a part of a name between "

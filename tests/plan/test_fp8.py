@@ -25,7 +25,7 @@ def test_products_in_8_bits_take_less_time_and_keep_smaller_activations(capsys):
 
 def test_experts_take_less_time_where_pytorch_multiplies_groups_in_8_bits(capsys, tmp_path):
     config = transformers.Qwen3MoeConfig(
-        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, num_hidden_layers=2,
+        hidden_size=2048, moe_intermediate_size=1024, num_experts=128, num_experts_per_tok=8, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, vocab_size=1024, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
