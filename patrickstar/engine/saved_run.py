@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from patrickstar.checkpoint import latest_tag, tags
 from patrickstar.checkpoint.folder import remove_checkpoint
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.preemption import AbandonedStepError, Grace, WholeStep
+from patrickstar.engine.preemption import AbandonedStepError, Grace, WholeStep, check_launcher
 from patrickstar.ranks.messages import reading
 from patrickstar.session.interrupts import is_within_call
 from patrickstar.sizes import show_seconds, show_size
@@ -102,6 +102,8 @@ class SavedRun:
             raise
         self._grace.begin_step()
         if self._grace.seconds is not None:
+            if self._is_first and (warning := check_launcher(self._grace.seconds)):
+                logger.warning(warning)
             self._whole = WholeStep.of(self._session, self.client_state)
             self._session.owner.after_backward = self._after_backward
         return self
@@ -114,6 +116,8 @@ class SavedRun:
                 self._whole.put_back(self._session)
                 logger.warning("the step after step %d does not fit, and is undone", self._whole.num_steps)
                 self._end(self._whole.client_state, self._grace.left)
+            if isinstance(error, Exception) and self._grace.was_told:
+                self._tell_lost(error)
         finally:
             self._give_back_handlers()
 
@@ -135,9 +139,20 @@ class SavedRun:
             self._whole = WholeStep.of(self._session, client_state)
         self._grace.begin_step()
 
+    @staticmethod
+    def detach_worker(_worker: int = 0) -> None:
+        """Gives a DataLoader's worker process a process group of its own: for ``worker_init_fn``. torchrun signals a
+        rank's whole group, and a rank whose worker ends raises an error before it is saved.
+        """
+        os.setpgid(0, 0)
+
     @property
     def _session(self) -> Any:
         return self._engine._session
+
+    @property
+    def _is_first(self) -> bool:
+        return self._session.ranks.control.rank == 0
 
     def _exchange(self, mine: list[Any]) -> list[Any]:
         """Each rank's list of two."""
@@ -162,12 +177,11 @@ class SavedRun:
 
     def _end(self, client_state: Mapping[str, Any], left: float | None) -> NoReturn:
         """Saves and ends the process. ``left``: seconds until it is killed; None: unknown."""
-        is_first = self._session.ranks.control.rank == 0
         began = time.monotonic()
-        with self._telling_after(left) if left is not None and is_first else contextlib.nullcontext():
+        with self._telling_after(left) if left is not None and self._is_first else contextlib.nullcontext():
             self._save(client_state, wait=True)
         took = time.monotonic() - began
-        if is_first:
+        if self._is_first:
             late = f", {show_seconds(took - left)} after grace_seconds" if left is not None and took > left else ""
             text = "a signal came: the run is saved in %s%s and ends with status %d"
             logger.warning(text, self._directory, late, EXIT_PREEMPTED)
@@ -195,9 +209,18 @@ class SavedRun:
             self._grace.seconds, show_size(written), latest_tag(self._directory) or "its begin",
         )  # fmt: skip
 
+    def _tell_lost(self, error: Exception) -> None:
+        """Logs that ``error`` came between a signal and the save."""
+        remedy = "; give the DataLoader worker_init_fn=patrickstar.SavedRun.detach_worker: torchrun signals its workers"
+        logger.error(
+            "a signal came, and %s ended the run before it was saved; the next start goes on from %s%s",
+            type(error).__name__, latest_tag(self._directory) or "its begin",
+            remedy if "DataLoader worker" in str(error) else "",
+        )  # fmt: skip
+
     def _save(self, client_state: Mapping[str, Any], *, wait: bool) -> None:
         self._engine.wait_for_save()
-        if self._session.ranks.control.rank == 0:
+        if self._is_first:
             self._remove_old()
         self._engine.save_checkpoint(self._directory, None, client_state, **self._scheduler, wait=wait)
         self._saved_at = time.monotonic()
