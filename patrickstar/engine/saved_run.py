@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -84,6 +84,7 @@ class SavedRun:
         self._signals, self._handlers = tuple(signals), {}
         self._grace = Grace(grace_seconds)
         self._whole: WholeStep | None = None
+        self._timer: threading.Timer | None = None
         self._saved_at = time.monotonic()
         self.client_state: dict[str, Any] = {}
 
@@ -119,6 +120,7 @@ class SavedRun:
             if isinstance(error, Exception) and self._grace.was_told:
                 self._tell_lost(error)
         finally:
+            self._stop_timer()
             self._give_back_handlers()
 
     def after_step(self, client_state: Mapping[str, Any]) -> None:
@@ -178,8 +180,10 @@ class SavedRun:
     def _end(self, client_state: Mapping[str, Any], left: float | None) -> NoReturn:
         """Saves and ends the process. ``left``: seconds until it is killed; None: unknown."""
         began = time.monotonic()
-        with self._telling_after(left) if left is not None and self._is_first else contextlib.nullcontext():
-            self._save(client_state, wait=True)
+        if left is not None:
+            self._tell_after(left)
+        self._save(client_state, wait=True)
+        self._stop_timer()
         took = time.monotonic() - began
         if self._is_first:
             late = f", {show_seconds(took - left)} after grace_seconds" if left is not None and took > left else ""
@@ -189,23 +193,23 @@ class SavedRun:
         end.on_all_ranks = True  # type: ignore[attr-defined]
         raise end
 
-    @contextlib.contextmanager
-    def _telling_after(self, seconds: float) -> Iterator[None]:
-        """Logs, when the time is over, how much of the save within the block is missing."""
-        timer = threading.Timer(max(seconds, 0.0), self._tell_missing)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def _tell_after(self, seconds: float) -> None:
+        """Lets the first rank log, when the time is over, that the run is not saved yet."""
+        if self._timer is None and self._is_first:
+            self._timer = threading.Timer(max(seconds, 0.0), self._tell_missing)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _tell_missing(self) -> None:
         written = 0
         with contextlib.suppress(OSError):  # the folder gets its name meanwhile
             written = sum(path.stat().st_size for path in self._directory.glob(".saving-*/*"))
         logger.error(
-            "grace_seconds (%g) are over and the save goes on, %s are written; killed now, the run goes on from %s",
+            "grace_seconds (%g) are over and the run is not saved yet, %s are written; killed now, it goes on from %s",
             self._grace.seconds, show_size(written), latest_tag(self._directory) or "its begin",
         )  # fmt: skip
 
@@ -235,6 +239,8 @@ class SavedRun:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._grace.tell()
         left = self._grace.left
+        if left is not None:
+            self._tell_after(left)
         is_alone = self._session.ranks.control.size == 1
         if left is not None and is_alone and is_within_call() and self._needed() > left and self._can_undo():
             raise AbandonedStepError

@@ -63,7 +63,7 @@ def test_a_save_beyond_the_grace_says_what_is_missing(tmp_path, monkeypatch, cap
 
     def slow(disk, fd, data):
         deadline = time.monotonic() + 20
-        while "the save goes on" not in caplog.text and time.monotonic() < deadline:
+        while "not saved yet" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
         return write(disk, fd, data)
 
@@ -71,9 +71,23 @@ def test_a_save_beyond_the_grace_says_what_is_missing(tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit) as ended:
         trained(tmp_path, 2, minutes=0, grace_seconds=0.05)
     assert ended.value.code == PREEMPTED
-    assert "grace_seconds (0.05) are over and the save goes on, 0 bytes are written; killed now" in caplog.text
+    assert "grace_seconds (0.05) are over and the run is not saved yet, 0 bytes are written; killed" in caplog.text
     assert "after grace_seconds and ends with status 75" in caplog.text
     assert latest_tag(tmp_path) in ("global_step2", "global_step3")
+
+
+def test_a_step_beyond_the_grace_is_reported(tmp_path, caplog):
+    def stop():
+        be_stopped()
+        deadline = time.monotonic() + 20
+        while "not saved yet" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        said.append(caplog.text)
+
+    said = []
+    with pytest.raises(SystemExit):
+        trained(tmp_path, 2, stop=stop, minutes=0, grace_seconds=0.05)
+    assert "0 bytes are written; killed now, it goes on from its begin" in said[0]
 
 
 def test_torchrun_that_is_told_twice_ends_a_saved_run(tmp_path):
