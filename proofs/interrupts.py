@@ -2,7 +2,8 @@
 
 The calls are forward, backward, step, save and load; engines are roomy, scarce, on a disk, and
 commit in backward. After each signal its exception comes out of the call, the call is made again, and at the end the
-run has the bits of one without signals. Signals whose handlers return change nothing.
+run has the bits of one without signals. Signals whose handlers return change nothing. Signals to torchrun are in
+proofs/launched_signals.py.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 
 from patrickstar import StateError
 from patrickstar.session import interrupts
-from proofs.cases import Case, Planted, Points, Proof, Setting, replaced
+from proofs import launched_signals
+from proofs.cases import Case, Planted, Points, Proof, Setting, in_ranks, replaced
 from tests.bits import first_difference
 from tests.engine.test_interrupts import MICRO_BATCHES, AtInstructions, AtRandomInstants, Never, Run
 
 STEPS_PER_RUN = 12
+TORCHRUN = "torchrun, random instants"
 MEAN_INSTRUCTION = 1500
 
 
@@ -182,6 +185,8 @@ def planted() -> Iterator[Planted]:
         yield Planted(f"signals are not deferred ({case})", case, undeferred)
     yield Planted("a signal in a backward comes in the middle of a hook", "random instants, scarce", open_everywhere)
     yield Planted("a half-updated model trains on", "between updates, commit", unbroken)
+    for bug in launched_signals.IN_RANKS:
+        yield Planted(f"ranks of torchrun: {bug}", TORCHRUN, lambda bug=bug: in_ranks(bug))
 
 
 @contextlib.contextmanager
@@ -238,7 +243,8 @@ PROOF = Proof(
         Case("handlers that return, scarce", runs(returning, **SCARCE)),
         Case("instructions, roomy", runs(at_instructions)),
         Case("instructions, scarce", runs(at_instructions, **SCARCE)),
+        Case(TORCHRUN, launched_signals.at_random_instants),
     ],
     planted=list(planted()),
-    quiet_seconds=45,
+    quiet_seconds=120,
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from patrickstar.checkpoint.rng import kept_rng_states
 from patrickstar.session.session import Session
@@ -17,6 +19,7 @@ from patrickstar.state.engine_shards import persistent_buffers
 from patrickstar.state.save_load import with_extra_state
 
 _KNOWN_STEPS = 3
+_TORCHRUN_WAIT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 class AbandonedStepError(BaseException):
@@ -56,6 +59,17 @@ class WholeStep:
         with torch.no_grad():
             for name, buffer in persistent_buffers(session.module):
                 buffer.copy_(self.buffers[name])
+
+
+def check_launcher(grace_seconds: float) -> str:
+    """A warning if torchrun kills its ranks before ``grace_seconds`` are over, else an empty string."""
+    seconds = float(os.environ.get(_TORCHRUN_WAIT) or 30)
+    if not dist.is_torchelastic_launched() or grace_seconds <= seconds:
+        return ""
+    return (
+        f"SavedRun: grace_seconds is {grace_seconds:g}, but torchrun kills its ranks {seconds:g} s after a signal; "
+        f"start it with {_TORCHRUN_WAIT}={grace_seconds:g} in the environment (PyTorch 2.12 or newer), or give less"
+    )
 
 
 class Grace:

@@ -17,7 +17,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from patrickstar.checkpoint import latest_tag, tags
 from patrickstar.checkpoint.folder import remove_checkpoint
 from patrickstar.engine.engine import Engine
-from patrickstar.engine.preemption import AbandonedStepError, Grace, WholeStep
+from patrickstar.engine.preemption import AbandonedStepError, Grace, WholeStep, check_launcher
 from patrickstar.ranks.messages import reading
 from patrickstar.session.interrupts import is_within_call
 from patrickstar.sizes import show_seconds, show_size
@@ -84,6 +84,7 @@ class SavedRun:
         self._signals, self._handlers = tuple(signals), {}
         self._grace = Grace(grace_seconds)
         self._whole: WholeStep | None = None
+        self._timer: threading.Timer | None = None
         self._saved_at = time.monotonic()
         self.client_state: dict[str, Any] = {}
 
@@ -102,6 +103,8 @@ class SavedRun:
             raise
         self._grace.begin_step()
         if self._grace.seconds is not None:
+            if self._is_first and (warning := check_launcher(self._grace.seconds)):
+                logger.warning(warning)
             self._whole = WholeStep.of(self._session, self.client_state)
             self._session.owner.after_backward = self._after_backward
         return self
@@ -114,7 +117,10 @@ class SavedRun:
                 self._whole.put_back(self._session)
                 logger.warning("the step after step %d does not fit, and is undone", self._whole.num_steps)
                 self._end(self._whole.client_state, self._grace.left)
+            if isinstance(error, Exception) and self._grace.was_told:
+                self._tell_lost(error)
         finally:
+            self._stop_timer()
             self._give_back_handlers()
 
     def after_step(self, client_state: Mapping[str, Any]) -> None:
@@ -135,9 +141,20 @@ class SavedRun:
             self._whole = WholeStep.of(self._session, client_state)
         self._grace.begin_step()
 
+    @staticmethod
+    def detach_worker(_worker: int = 0) -> None:
+        """Gives a DataLoader's worker process a process group of its own: for ``worker_init_fn``. torchrun signals a
+        rank's whole group, and a rank whose worker ends raises an error before it is saved.
+        """
+        os.setpgid(0, 0)
+
     @property
     def _session(self) -> Any:
         return self._engine._session
+
+    @property
+    def _is_first(self) -> bool:
+        return self._session.ranks.control.rank == 0
 
     def _exchange(self, mine: list[Any]) -> list[Any]:
         """Each rank's list of two."""
@@ -162,12 +179,13 @@ class SavedRun:
 
     def _end(self, client_state: Mapping[str, Any], left: float | None) -> NoReturn:
         """Saves and ends the process. ``left``: seconds until it is killed; None: unknown."""
-        is_first = self._session.ranks.control.rank == 0
         began = time.monotonic()
-        with self._telling_after(left) if left is not None and is_first else contextlib.nullcontext():
-            self._save(client_state, wait=True)
+        if left is not None:
+            self._tell_after(left)
+        self._save(client_state, wait=True)
+        self._stop_timer()
         took = time.monotonic() - began
-        if is_first:
+        if self._is_first:
             late = f", {show_seconds(took - left)} after grace_seconds" if left is not None and took > left else ""
             text = "a signal came: the run is saved in %s%s and ends with status %d"
             logger.warning(text, self._directory, late, EXIT_PREEMPTED)
@@ -175,29 +193,38 @@ class SavedRun:
         end.on_all_ranks = True  # type: ignore[attr-defined]
         raise end
 
-    @contextlib.contextmanager
-    def _telling_after(self, seconds: float) -> Iterator[None]:
-        """Logs, when the time is over, how much of the save within the block is missing."""
-        timer = threading.Timer(max(seconds, 0.0), self._tell_missing)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def _tell_after(self, seconds: float) -> None:
+        """Lets the first rank log, when the time is over, that the run is not saved yet."""
+        if self._timer is None and self._is_first:
+            self._timer = threading.Timer(max(seconds, 0.0), self._tell_missing)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _tell_missing(self) -> None:
         written = 0
         with contextlib.suppress(OSError):  # the folder gets its name meanwhile
             written = sum(path.stat().st_size for path in self._directory.glob(".saving-*/*"))
         logger.error(
-            "grace_seconds (%g) are over and the save goes on, %s are written; killed now, the run goes on from %s",
+            "grace_seconds (%g) are over and the run is not saved yet, %s are written; killed now, it goes on from %s",
             self._grace.seconds, show_size(written), latest_tag(self._directory) or "its begin",
+        )  # fmt: skip
+
+    def _tell_lost(self, error: Exception) -> None:
+        """Logs that ``error`` came between a signal and the save."""
+        remedy = "; give the DataLoader worker_init_fn=patrickstar.SavedRun.detach_worker: torchrun signals its workers"
+        logger.error(
+            "a signal came, and %s ended the run before it was saved; the next start goes on from %s%s",
+            type(error).__name__, latest_tag(self._directory) or "its begin",
+            remedy if "DataLoader worker" in str(error) else "",
         )  # fmt: skip
 
     def _save(self, client_state: Mapping[str, Any], *, wait: bool) -> None:
         self._engine.wait_for_save()
-        if self._session.ranks.control.rank == 0:
+        if self._is_first:
             self._remove_old()
         self._engine.save_checkpoint(self._directory, None, client_state, **self._scheduler, wait=wait)
         self._saved_at = time.monotonic()
@@ -212,6 +239,8 @@ class SavedRun:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._grace.tell()
         left = self._grace.left
+        if left is not None:
+            self._tell_after(left)
         is_alone = self._session.ranks.control.size == 1
         if left is not None and is_alone and is_within_call() and self._needed() > left and self._can_undo():
             raise AbandonedStepError

@@ -142,7 +142,7 @@ def train(
         )
     except ValueError as error:
         raise UsageError(error) from error
-    with model, stop_requests() as stop:
+    with stop_requests() as stop, model:
         loop = _Loop(
             model=model,
             optimizer=optimizer,

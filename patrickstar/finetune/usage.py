@@ -50,21 +50,27 @@ class StopRequest:
     """The user's request to end a training run: Ctrl-C, or a scheduler's SIGTERM or SIGUSR1.
 
     The current step is finished first. The second Ctrl-C raises KeyboardInterrupt, at a time at which the engine stays
-    consistent (patrickstar/session/interrupts.py).
+    consistent (patrickstar/session/interrupts.py). A scheduler's signals are one request, however many come.
     """
 
     def __init__(self) -> None:
-        self.is_made = False
+        self._first: int | None = None
         self._made_at = 0.0
+
+    @property
+    def is_made(self) -> bool:
+        """True after a signal."""
+        return self._first is not None
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """The signals' handler."""
         now = time.monotonic()
-        if not self.is_made:
-            self.is_made, self._made_at = True, now
-            print("\nfinishing this step; once more to end at once", file=sys.stderr, flush=True)
-        elif now - self._made_at > _SECONDS_BETWEEN_PRESSES:
-            raise KeyboardInterrupt
+        if self._first is None:
+            self._first, self._made_at = signum, now
+            again = "; once more to end at once" if signum == signal.SIGINT else ""
+            print(f"\nfinishing this step{again}", file=sys.stderr, flush=True)
+        elif signal.SIGINT in (self._first, signum) and now - self._made_at > _SECONDS_BETWEEN_PRESSES:
+            raise KeyboardInterrupt  # torchrun forwards the second Ctrl-C as SIGTERM
 
 
 @contextmanager

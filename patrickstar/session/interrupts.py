@@ -36,7 +36,15 @@ from typing import Any
 
 from patrickstar import _C
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGALRM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,  # a DataLoader's handler raises when a worker process ends
+)
 _Handler = Callable[[int, FrameType | None], Any]
 
 

@@ -1,7 +1,9 @@
+import os
 import signal
 import threading
 
 import pytest
+import torch
 
 from patrickstar import _C
 from patrickstar.session.interrupts import deferred_signals
@@ -142,6 +144,17 @@ def test_a_handler_that_does_not_raise_is_called_at_each_hook():
         assert calls == [0, 1, 2, 3]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_end_of_a_dataloaders_worker_is_told_after_the_block():
+    batches = iter(torch.utils.data.DataLoader(range(100), num_workers=1))
+    next(batches)
+    (worker,) = batches._workers
+    with pytest.raises(RuntimeError, match=f"DataLoader worker .pid.* {worker.pid}. "), deferred_signals():
+        worker.kill()
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # leaves the status to the handler
+        done = True
+    assert done
 
 
 def test_hooks_on_other_threads_deliver_nothing():

@@ -1,3 +1,4 @@
+import itertools
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from patrickstar.finetune import training
+from patrickstar.finetune import training, usage
 from patrickstar.finetune.conversations import read_conversations
 from patrickstar.finetune.encoding import ChatEncoder
 from patrickstar.finetune.recipe import warmup_then_cosine
@@ -102,6 +103,23 @@ def test_a_frozen_model_in_4_bits(folders, chat, monkeypatch, tmp_path):
     ]
     assert losses[0] != losses[1]  # the same model, a little off
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_schedulers_signals_are_one_request(signum, monkeypatch):
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(usage.time, "monotonic", lambda: next(clock))
+    with usage.stop_requests() as stop:
+        assert not stop.is_made
+        for number in (signum, signum, signal.SIGTERM, signal.SIGUSR1):
+            signal.raise_signal(number)
+            assert stop.is_made
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with usage.stop_requests():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)  # what torchrun makes of the second Ctrl-C
 
 
 def test_ctrl_c_saves_and_the_printed_command_goes_on(folders, chat, tmp_path):
