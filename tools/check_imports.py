@@ -48,8 +48,8 @@ LAYERS = {
     "command": 12,
     "finetune": 13,
 }
-# Below all rooms: imports the standard library alone, and any module imports it.
-FOR_ALL = ("choices", "sizes")
+# Below all rooms: imports nothing of the package, and any module imports it.
+FOR_ALL = ("choices", "differentiation", "sizes")
 NAMES_OF_USERS = ("checkpointing", "comm", "env", "ops", "plan", "profile", "utils", "zero")
 PACKAGE = "patrickstar"
 EXTENSION = "_C"

@@ -68,7 +68,7 @@ def check_launcher(grace_seconds: float) -> str:
         return ""
     return (
         f"SavedRun: grace_seconds is {grace_seconds:g}, but torchrun kills its ranks {seconds:g} s after a signal; "
-        f"start it with {_TORCHRUN_WAIT}={grace_seconds:g} in the environment (PyTorch 2.12 or newer), or give less"
+        f"start it with {_TORCHRUN_WAIT}={grace_seconds:g} in the environment (PyTorch 2.13 or newer), or give less"
     )
 
 

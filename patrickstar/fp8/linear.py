@@ -16,14 +16,13 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from patrickstar.choices import Fp8Recipe
+from patrickstar.differentiation import differentiable_once
 from patrickstar.fp8.casting import TILE, Block, Codes, Format, Sides, cast, stream_of
 from patrickstar.fp8.products import Sum, cast_weight, multiply, product
 
@@ -45,6 +44,7 @@ RECIPES = {
     Fp8Recipe.TENSORWISE: Recipe(Block.MATRIX, Block.MATRIX, Block.MATRIX, Format.E5M2, Sum.FAST),
 }
 """Recipes of DeepSeek-V3, and of torchao's configurations of the same names."""
+NO_SECOND_DERIVATIVE = ("products in 8 bits", "leave fp8 out, or name the layers in fp8.skip_modules")
 _AUTOCAST = frozenset([torch.float32, torch.float16, torch.bfloat16])
 """Dtypes that autocast changes."""
 
@@ -95,23 +95,6 @@ def _computes_in(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
 
 
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A custom function's backward, called with ``create_graph=True``, raises RuntimeError. PyTorch's
-    ``once_differentiable`` alone leaves terms out, without an error, where the incoming gradient depends on nothing.
-    """
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "backward is called with create_graph=True, but products in 8 bits have no second derivative; leave "
-                "fp8 out, or name the layers in fp8.skip_modules"
-            )
-        return backward(ctx, *grads)
-
-    return checked
-
-
 class _Multiply(torch.autograd.Function):
     """Keeps the transposed input's codes."""
 
@@ -122,8 +105,7 @@ class _Multiply(torch.autograd.Function):
         return multiply(codes, weight, recipe.weights, side, rows.size(0), recipe.forward_sum)
 
     @staticmethod
-    @differentiable_once
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         weight, *turned = ctx.saved_tensors
         recipe = ctx.recipe
@@ -151,8 +133,7 @@ class _CompiledMultiply(torch.autograd.Function):
         return product(codes, cast_weight(weight, recipe.weights, side), rows.size(0), recipe.forward_sum)
 
     @staticmethod
-    @differentiable_once
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         rows, weight = ctx.saved_tensors
         recipe = ctx.recipe

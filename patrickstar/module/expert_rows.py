@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from patrickstar import _C
+from patrickstar.differentiation import differentiable_once
 from patrickstar.module.preprocess import DTYPES
+
+_NO_SECOND_DERIVATIVE = ("fused experts", 'load the model with experts_implementation="eager"')
 
 
 def _operator(schema: str) -> Callable[[Any], Any]:
@@ -99,7 +101,7 @@ class _Dispatch(torch.autograd.Function):
         return hidden.index_select(0, order // positions.size(1))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         (positions,) = ctx.saved_tensors
         factor = None
@@ -115,7 +117,7 @@ class _Gate(torch.autograd.Function):
         return swiglu(gate_up.contiguous())
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         (gate_up,) = ctx.saved_tensors
         return swiglu_backward(gate_up.contiguous(), grad.contiguous())
@@ -130,7 +132,7 @@ class _Combine(torch.autograd.Function):
         return sum_rows(rows, positions, weights)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         rows, weights, order, positions = ctx.saved_tensors
         of_rows = weights.flatten()[order].float() * ctx.grad_scale

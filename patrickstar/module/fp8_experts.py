@@ -14,10 +14,10 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from patrickstar import _C
 from patrickstar.choices import Fp8Recipe
+from patrickstar.differentiation import differentiable_once
 from patrickstar.fp8.casting import TILE, Block, Codes, device_of, stream_of
 from patrickstar.fp8.grouped import (
     Groups,
@@ -30,7 +30,7 @@ from patrickstar.fp8.grouped import (
     multiply_columns,
     turn,
 )
-from patrickstar.fp8.linear import RECIPES, Recipe, differentiable_once
+from patrickstar.fp8.linear import NO_SECOND_DERIVATIVE, RECIPES, Recipe
 from patrickstar.module import expert_rows
 from patrickstar.module.expert_rows import Routing
 
@@ -131,8 +131,7 @@ class _Mixture(torch.autograd.Function):
         return expert_rows.sum_rows(rows, positions, weights)
 
     @staticmethod
-    @differentiable_once
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         up, down, weights, order, positions, ends, padded_ends, gate_up, rows, *codes = ctx.saved_tensors
         groups = Groups(ends, padded_ends, ctx.groups)
@@ -163,8 +162,7 @@ class _Products(torch.autograd.Function):
         return found
 
     @staticmethod
-    @differentiable_once
-    @once_differentiable
+    @differentiable_once(*NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         up, down, ends, padded_ends, gate_up, *codes = ctx.saved_tensors
         groups = Groups(ends, padded_ends, ctx.groups)

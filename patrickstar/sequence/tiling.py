@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from patrickstar import _C
+from patrickstar.differentiation import differentiable_once
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
@@ -176,7 +176,7 @@ class _Tiles(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("tiled modules", "leave tile_tokens out")
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         """Runs forward and backward of one tile after the other."""
         call, needs_hidden = ctx.call, ctx.needs_input_grad[2]

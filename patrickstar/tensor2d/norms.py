@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from patrickstar.differentiation import differentiable_once
 from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.panels import Cut, check_divides, sum_dtype
 from patrickstar.tensor2d.sums import replicated, replicated_together
+
+_NO_SECOND_DERIVATIVE = ("sharded norms", "leave tensor_parallel out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +213,7 @@ class _LayerNorm(torch.autograd.Function):
         return out.view(hidden.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         hidden, weight, mean, rstd = ctx.saved_tensors
         grad, tokens = _rows(grad), _rows(hidden)
@@ -236,7 +238,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         normed, scale = ctx.saved_tensors
         mine, tokens, scale = _rows(grad), _rows(normed), scale.flatten()

@@ -19,13 +19,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from patrickstar.differentiation import differentiable_once
 from patrickstar.tensor2d.lines import Line
 from patrickstar.tensor2d.local_products import tokens_into, tokens_onto
 from patrickstar.tensor2d.orders import SUMS, Shares, arriving, begin_gathering, cut, scattered
 from patrickstar.tensor2d.panels import save_operands
 
+_NO_SECOND_DERIVATIVE = ("sharded products", "leave tensor_parallel out")
 TOKENS = 1
 """The sharded dimension of activations."""
 
@@ -61,7 +62,7 @@ class _ColumnProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -89,7 +90,7 @@ class _RowProduct(torch.autograd.Function):
         return _scattered_product(hidden, weight, line, bias)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

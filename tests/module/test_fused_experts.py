@@ -133,6 +133,13 @@ def test_the_gate_is_swiglu():
     assert expert_rows.gate(rows).equal(torch.nn.functional.silu(half) * up)
 
 
+def test_second_derivatives_are_refused():
+    """PyTorch's once_differentiable would give a gradient without a graph: that of the sum depends on nothing."""
+    rows = torch.randn(5, 12).requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph=True, but fused experts have no second derivative; load"):
+        torch.autograd.grad(expert_rows.gate(rows).sum(), rows, create_graph=True)
+
+
 def test_operators_describe_themselves():
     """``torch.compile`` and the meta device use these descriptions."""
     rows, positions = torch.randn(6, 8), torch.tensor([[0, 3], [1, 4], [2, -1]])
