@@ -31,6 +31,10 @@ class HitRows:
         for child in self._experts:
             vars(child)[HIT_ROWS] = self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """None: copies and pickles of experts have whole parameters."""
+        return type(None), ()
+
     def close(self) -> None:
         """Experts use whole parameters again."""
         for child in self._experts:

@@ -25,7 +25,7 @@ from patrickstar import _C
 from patrickstar.differentiation import differentiable_once
 from patrickstar.module.preprocess import DTYPES
 
-_NO_SECOND_DERIVATIVE = ("fused experts", 'load the model with experts_implementation="eager"')
+_NO_SECOND_DERIVATIVE = ("fused experts", 'set activations.experts to "model"')
 
 
 def _operator(schema: str) -> Callable[[Any], Any]:

@@ -71,6 +71,9 @@ def test_an_engine_fuses_experts_until_it_closes(section, expected):
         assert implementations(model) == ("grouped_mm", {expected})
         engine.backward(engine(**batch(SWIGLU, 1, True, False)).loss)
         optimizer.step()
+        copied, given = copy.deepcopy(model), batch(SWIGLU, 1, True, False)
+        with torch.no_grad():
+            assert copied(**given).loss.item() == engine(**given).loss.item()
     assert implementations(model) == ("grouped_mm", {"grouped_mm"})
 
 
@@ -136,7 +139,7 @@ def test_the_gate_is_swiglu():
 def test_second_derivatives_are_refused():
     """PyTorch's once_differentiable would give a gradient without a graph: that of the sum depends on nothing."""
     rows = torch.randn(5, 12).requires_grad_()
-    with pytest.raises(RuntimeError, match="create_graph=True, but fused experts have no second derivative; load"):
+    with pytest.raises(RuntimeError, match="create_graph=True, but fused experts have no second derivative; set"):
         torch.autograd.grad(expert_rows.gate(rows).sum(), rows, create_graph=True)
 
 
