@@ -2,10 +2,9 @@
 the cluster's scheduler and the simulator.
 
 A job waits in the pool where it raises the product of all jobs' speeds most (proportional fairness). A job's speed is
-its relative speed on the type times an equal share of the pool's GPUs, at most those that the policy grants the job;
-others get what it does not take. Relative speeds are measured at equal ranks and batch; before
-that they are those of data sheets. A job leaves its pool for one where the product would be :data:`WORTH_A_MOVE` times
-as high.
+its relative speed on the type times an equal share of the pool's GPUs, at most those that the policy grants the job.
+Others get what it does not take. Relative speeds are measured at equal ranks and batch; before, they are those of data
+sheets. A job leaves its pool for one where the product would be :data:`WORTH_A_MOVE` times as high.
 """
 
 from __future__ import annotations
