@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     asked = [(scheme, seed) for seed in args.seeds for scheme in args.schemes]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         text = _write_docstrings(args, Path(folder)) if args.docstrings_of else None
-        found = pool.map(lambda numbered: _train(*numbered[1], args, text, numbered[0]), enumerate(asked))
+        found = pool.map(lambda number: _train(*asked[number], args, text, number), range(len(asked)))
         for (scheme, seed), curve in zip(asked, found, strict=True):
             curves[scheme][seed] = curve
     rows = [_row(scheme, curves) for scheme in args.schemes]

@@ -1,9 +1,4 @@
-"""Backwards of custom functions that have no second derivative.
-
-@staticmethod
-@differentiable_once("products in 8 bits", "leave fp8 out")
-def backward(ctx, grad): ...
-"""
+"""Custom functions of autograd without a second derivative: :func:`differentiable_once` decorates their backward."""
 
 from __future__ import annotations
 

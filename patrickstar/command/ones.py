@@ -32,6 +32,7 @@ from patrickstar.ones import (
     table,
     write_trace,
 )
+from patrickstar.ones.pools import total
 from patrickstar.ones.traces import with_resize_s
 
 
@@ -167,17 +168,14 @@ def _simulate(options: argparse.Namespace) -> int:
                     made = dataclasses.asdict(figures(found[name][-1]))
                     head = {"mix": options.mix, "policy": name, "seed": seed, "resize_s": cost}
                     print(json.dumps({**head, **made}), flush=True)
-        _show(options, cost, found)
+        _show(options, total(pools).num_gpus, cost, found)
     return 0
 
 
-def _show(options: argparse.Namespace, cost: float | None, found: dict[str, list[Result]]) -> None:
+def _show(options: argparse.Namespace, num_gpus: int, cost: float | None, found: dict[str, list[Result]]) -> None:
     what = "the trace's resize costs" if cost is None else f"{cost:g} s per resize"
     if not options.json:
-        print(
-            f"{next(iter(found.values()))[0].cluster.num_gpus} GPUs, {what}:\n{table(found, options.compare_to)}\n",
-            flush=True,
-        )
+        print(f"{num_gpus} GPUs, {what}:\n{table(found, options.compare_to)}\n", flush=True)
     if options.pictures is not None:
         suffix = "" if cost is None else f"-{cost:g}s"
         draw_jcts(found, options.pictures / f"jct{suffix}.png")

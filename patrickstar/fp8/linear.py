@@ -121,8 +121,8 @@ class _Multiply(torch.autograd.Function):
 
 
 class _CompiledMultiply(torch.autograd.Function):
-    """Keeps the input. A graph that recomputes it keeps nothing. Without the copy, which the compiler removes, backward
-    would read what a graph writes into the input later.
+    """Keeps the input. A graph that recomputes it keeps nothing. The compiler removes the copy; it is there for graphs
+    that write into the input later.
     """
 
     @staticmethod
@@ -175,7 +175,7 @@ _last = _LastInput()
 
 def _cast_input(x: Tensor, rows: Tensor, block: Block, sides: Sides) -> tuple[Codes | None, Codes | None]:
     """Casts ``rows``, which are made of ``x`` alone."""
-    if x.is_inference() or isinstance(x, nn.Parameter):  # versions count no writes of an engine, nor in inference
+    if x.is_inference() or isinstance(x, nn.Parameter):  # neither has a version that counts all writes
         return cast(rows, block, sides)
     entry, state = _last.entry, _state_of(x)
     if entry is not None:

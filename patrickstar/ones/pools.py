@@ -1,5 +1,6 @@
-"""Pools: all GPUs of one type. A job's ranks are in one pool, and the policy decides within each. Pure functions, for
-the cluster's scheduler and the simulator.
+"""A pool is all GPUs of one type. A job's ranks are in one pool, and the policy decides within each.
+
+Pure functions, for the cluster's scheduler and the simulator.
 
 A job waits in the pool where it raises the product of all jobs' speeds most (proportional fairness). A job's speed is
 its relative speed on the type times an equal share of the pool's GPUs, at most those that the policy grants the job.

@@ -57,7 +57,7 @@ class SimulatedJob:
         self._rng = np.random.default_rng(item.noise_seed)
         self._noise_scale = 0.0  # as measured
         self._steps: dict[str, dict[tuple[int, int, int], StepTime]] = {kind: {} for kind in self.kinds}
-        self._known: dict[str, tuple[Job, tuple[StepTime, ...]]] = {}  # by type; made anew after each measurement
+        self._known: dict[str, tuple[Job, tuple[StepTime, ...]]] = {}  # by type; empty after each measurement
         self._speeds: dict[str, float] = {}
         if profiling is Profiling.EACH_TYPE:
             self._profile()
