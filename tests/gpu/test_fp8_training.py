@@ -4,8 +4,13 @@ import functools
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from patrickstar.activations.selective_recomputation import keep_products
 from patrickstar.choices import Fp8Recipe
+from patrickstar.config import Fp8Config
+from patrickstar.module.fp8_layers import Fp8Layers
 from tests.bits import assert_same_bits
 from tests.fp8.test_layers import llama, resumed, train
 from tests.gpu.test_equality import MIB
@@ -49,6 +54,18 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(recipe, tmp_
     found, last = resumed(wide_llama, recipe, 2, 4, tmp_path, **CHUNKS, device_memory=SCARCE)
     assert found == losses
     assert_same_bits(last, state)
+
+
+def test_a_recomputation_that_keeps_products_has_equal_bits(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)).bfloat16().cuda()
+    layers = Fp8Layers(model, Fp8Config(recipe=recipe))
+    x, found = torch.randn(3, 100, 512, device="cuda").bfloat16().requires_grad_(), []
+    for contexts in (noop_context_fn, keep_products):
+        out = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), [x, *model.parameters()])])
+    layers.restore()
+    assert_same_bits(*found)
 
 
 def test_ranks_have_equal_bits_within_budgets_and_on_either_side(recipe):
