@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 from tests.bits import assert_same_bits
@@ -15,6 +15,10 @@ TIGHT = {"device_memory": "5MiB", "default_chunk_size": 8192}
 
 
 class PatrickStarGRPOTrainer(PatrickStarTrainerMixin, GRPOTrainer):
+    pass
+
+
+class PatrickStarRLOOTrainer(PatrickStarTrainerMixin, RLOOTrainer):
     pass
 
 
@@ -30,7 +34,7 @@ def make_trainer(cls, folder, *, generation=None, **own):
     trainer = cls(
         str(folder / "policy"),
         reward_funcs=reward,
-        args=GRPOConfig(**options, **(generation or {})),
+        args=(RLOOConfig if issubclass(cls, RLOOTrainer) else GRPOConfig)(**options, **(generation or {})),
         train_dataset=Dataset.from_dict({"prompt": trl_runs.prompts(16, 9, 1)}),
         processing_class=trl_runs.tokenizer(),
         **own,
@@ -81,3 +85,12 @@ def test_a_sleeping_generator_is_lent_the_device(tmp_path, monkeypatch):
     assert_same_bits(lent.state, awake.state)
     plain = make_trainer(GRPOTrainer, tmp_path, generation=by_vllm(vllm_enable_sleep_mode=True))
     assert_same_rewards_and_steps(lent, train(plain))
+
+
+@pytest.mark.slow
+def test_rloo_lends_too(tmp_path, monkeypatch):
+    stand_in_vllm.install(monkeypatch)
+    generation = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
+    own = make_trainer(PatrickStarRLOOTrainer, tmp_path, generation=generation, patrickstar_config=TIGHT)
+    plain = make_trainer(RLOOTrainer, tmp_path, generation=generation)
+    assert_same_rewards_and_steps(train(own), train(plain))
