@@ -90,3 +90,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Accelerate changes PyTorch's threads, and with them the bits
