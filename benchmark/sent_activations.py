@@ -45,7 +45,6 @@ class Asked:
 CASES = {
     "4.3b": Asked("h200", "gpt:3072x36", 16, 1024, 24, 240),
     "llama-8b-40gib": Asked("h200", "llama-3.1-8b", 4, 4096, 40, 240),
-    "llama-8b-64k": Asked("h200", "llama-3.1-8b", 1, 65536, 110, 240),
     "llama-8b-4090": Asked("rtx4090", "llama-3.1-8b", 2, 4096, 24, 200),
     "llama-8b-l4": Asked("l4", "llama-3.1-8b", 2, 4096, 23, 200),
     "llama-3b-4060ti": Asked("rtx4060ti", "llama-3.2-3b", 2, 4096, 16, 128),
