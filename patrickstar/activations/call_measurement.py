@@ -43,6 +43,14 @@ class MeasuredCall:
     recompute_seconds: float
     """Device time of the recomputation, without waits."""
 
+    def without(self, seconds: float) -> MeasuredCall:
+        """The call whose recomputation has ``seconds`` of its attention less to do."""
+        times = {
+            "recompute_seconds": self.recompute_seconds - seconds,
+            "product_seconds": self.product_seconds - seconds,
+        }
+        return dataclasses.replace(self, **times)
+
 
 @dataclasses.dataclass
 class _Record:
