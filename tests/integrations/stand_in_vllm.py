@@ -3,14 +3,20 @@
 Weights come by ``load_weights`` alone, and are lost in each sleep of level 2.
 """
 
+import contextlib
 import dataclasses
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.generation import vllm_generation
+
+from tests.distributed import free_port
 
 
 @dataclasses.dataclass
@@ -85,9 +91,17 @@ class LLM:
         return types.SimpleNamespace(prompt_token_ids=prompt, outputs=[output])
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives TRL the stand-in."""
+@contextlib.contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives TRL the stand-in. Ends the process group that Accelerate makes for it."""
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in place.items():  # as TRL sets them, for good
+        monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Accelerate changes PyTorch's threads, and with them the bits
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.destroy_process_group()

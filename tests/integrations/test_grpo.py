@@ -74,8 +74,14 @@ def run_with_generator(folder, **options):
     return train(trainer), llm, on_device
 
 
-def test_a_sleeping_generator_is_lent_the_device(tmp_path, monkeypatch):
-    stand_in_vllm.install(monkeypatch)
+@pytest.fixture
+def vllm(monkeypatch):
+    with stand_in_vllm.installed(monkeypatch):
+        yield
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_sleeping_generator_is_lent_the_device(tmp_path):
     lent, llm, on_device = run_with_generator(tmp_path, vllm_enable_sleep_mode=True)
     assert on_device == [0] * 3
     assert llm.awake == set()
@@ -88,8 +94,8 @@ def test_a_sleeping_generator_is_lent_the_device(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rloo_lends_too(tmp_path, monkeypatch):
-    stand_in_vllm.install(monkeypatch)
+@pytest.mark.usefixtures("vllm")
+def test_rloo_lends_too(tmp_path):
     generation = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
     own = make_trainer(PatrickStarRLOOTrainer, tmp_path, generation=generation, patrickstar_config=TIGHT)
     plain = make_trainer(RLOOTrainer, tmp_path, generation=generation)
