@@ -1,18 +1,22 @@
-"""A scheduler's signal ends a Trainer's process with a checkpoint, and the next start goes on by itself."""
+"""A scheduler's signal ends a Trainer's or an Accelerate loop's process with a checkpoint; the next start goes on."""
 
 import os
 import signal
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
+from patrickstar import SavedRun
+from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
 from patrickstar.integrations.engine_states import last_complete
 from patrickstar.integrations.transformers import PatrickStarTrainer
 from tests.bits import assert_same_bits
 from tests.distributed import rank_outcomes, run_ranks
 from tests.engine.saved_run import Clock
-from tests.integrations.trainer_runs import arguments, gpt2, make_trainer
+from tests.integrations.test_accelerate import parts, run_loop
+from tests.integrations.trainer_runs import arguments, engine_config, gpt2, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PREEMPTED = 75
@@ -114,6 +118,31 @@ def test_a_checkpoint_whose_weights_were_interrupted_is_passed_over(whole, tmp_p
 def test_what_could_not_go_on_is_refused(config, more, match, tmp_path):
     with pytest.raises(ValueError, match=match):
         make_trainer(PatrickStarTrainer, tmp_path, config=config, **more).train()
+
+
+def accelerated(folder, num_steps, stops):
+    """Steps of an Accelerate loop in a SavedRun, and the values at the end."""
+    torch.manual_seed(3)
+    accelerator = PatrickStarAccelerator(cpu=True, patrickstar_config=engine_config())
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+    batches, made = list(loader), []
+    with accelerator.engine as engine, SavedRun(engine, folder, lr_scheduler=scheduler) as run:
+        for step in range(run.client_state.get("step", 0), num_steps):
+            run_loop(accelerator, (model, optimizer, [batches[step]], scheduler), steps=1)
+            made.append(step)
+            if stops and step == 1:
+                signal.raise_signal(signal.SIGTERM)
+            run.after_step({"step": step + 1})
+        return made, accelerator.get_state_dict(model)
+
+
+def test_an_accelerate_loop_goes_on_by_a_saved_run(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        accelerated(tmp_path / "parts", 4, stops=True)
+    assert ended.value.code == PREEMPTED
+    made, found = accelerated(tmp_path / "parts", 4, stops=False)
+    assert made == [2, 3]
+    assert_same_bits(found, accelerated(tmp_path / "whole", 4, stops=False)[1])
 
 
 def test_an_elastic_trainer_has_its_own(tmp_path):
