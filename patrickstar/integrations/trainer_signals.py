@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from patrickstar.engine.saved_run import SavedRun
 from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, last_complete
 
-if TYPE_CHECKING:
-    from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 
-
-def signals_of(trainer: PatrickStarTrainerMixin, config: dict[str, Any]) -> TrainerSignals | None:
+def signals_of(trainer: Any, config: dict[str, Any]) -> TrainerSignals | None:
     """Removes ``resume`` and ``grace_seconds`` from ``config``; None if there is no ``resume``.
 
     Raises:
@@ -37,7 +34,7 @@ def signals_of(trainer: PatrickStarTrainerMixin, config: dict[str, Any]) -> Trai
 class TrainerSignals(TrainerCallback):
     """Callback of a trainer, and the context of its training."""
 
-    def __init__(self, trainer: PatrickStarTrainerMixin, grace_seconds: float | None):
+    def __init__(self, trainer: Any, grace_seconds: float | None):
         self._trainer, self._grace_seconds = trainer, grace_seconds
         self._held = contextlib.ExitStack()
         self._run: _TrainerRun | None = None

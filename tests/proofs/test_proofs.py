@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from proofs import results, table
+from proofs import results, soak, table
 from proofs.__main__ import NAMES
 from proofs.cases import Case, Planted, Proof, replaced
 from proofs.planted_races import BUGS, SIMULATION
@@ -118,6 +118,16 @@ def test_a_proof_of_few_points_fails():
 
     _, (case,), well = run_trial(points, least_points=2)
     assert not well and case["violations"] == ["1 points show nothing; 2 are needed: give more minutes"]
+
+
+def test_a_leak_grows_and_a_jump_does_not():
+    def told(resident):
+        steady = {"descriptors": 7, "threads": 2, "mappings": 900}
+        return soak.growth([{**steady, "resident KiB": resident(number)} for number in range(90)])
+
+    assert told(lambda number: 3e5) is told(lambda number: 3e5 + 4000 * (number > 60)) is None
+    assert "resident KiB by 10.00 a round" in told(lambda number: 3e5 + 10 * number)
+    assert "resident KiB by" in told(lambda number: 3e5 + 132 * (number // 12))  # blocks of an allocator
 
 
 def test_bugs_of_order_are_planted_in_the_sources_that_are_there(tmp_path):
