@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from patrickstar.checkpoint import CheckpointError, latest_tag
 from patrickstar.checkpoint.foreign import find_foreign
 from patrickstar.engine.engine import Engine
+from patrickstar.ranks.failures import first_line
 
 CHECKPOINT_FOLDER = "patrickstar"
 """Name of the folder that the engine saves to."""
@@ -85,3 +90,18 @@ def by_step(folders: Iterable[Path]) -> list[Path]:
     """The Trainer's folders ``checkpoint-<step>``, older ones first."""
     steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
     return [steps[step] for step in sorted(steps)]
+
+
+def read_optimizer_state(path: Path) -> Any:
+    """Memory-maps an optimizer's state dict, without a copy.
+
+    Raises:
+        ValueError: the file is damaged, or holds more than tensors and plain values.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({first_line(error)}): it is damaged, or was not written by a Trainer; resume from "
+            "another checkpoint, or remove it to begin with a new optimizer"
+        ) from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,12 +27,14 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
+from patrickstar.integrations.colocated_generator import connect_generator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
 from patrickstar.integrations.engine_states import (
     by_step,
     engine_states,
     last_complete,
     leaves_no_complete,
+    read_optimizer_state,
     save_states,
     was_interrupted,
 )
@@ -61,7 +62,6 @@ from patrickstar.integrations.weights import (
 )
 from patrickstar.lr_schedules import make_scheduler
 from patrickstar.module.pretrained import weight_files
-from patrickstar.ranks.failures import first_line
 
 _OPTIMIZER_NAME = "optimizer.pt"  # the Trainer's file names
 _SCHEDULER_NAME = "scheduler.pt"
@@ -131,6 +131,8 @@ class PatrickStarTrainerMixin:
         # The Trainer's filter would make the launching thread wait for each micro-batch; see training_step.
         self._filters_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False
+        if getattr(self, "vllm_generation", None) is not None:  # of TRL's GRPO, RLOO and distillation
+            connect_generator(self.vllm_generation, lambda: self.engine)
 
     @property
     def engine(self) -> Engine:
@@ -329,7 +331,7 @@ class PatrickStarTrainerMixin:
         path = Path(folder) / _OPTIMIZER_NAME
         if not path.is_file():
             return
-        state = _read_state(path)
+        state = read_optimizer_state(path)
         if self._is_adapted or not weight_files(folder):
             return  # the engine is made when the weights are loaded
         self._ensure_engine()
@@ -361,26 +363,11 @@ class PatrickStarTrainerMixin:
                 self.engine.load_checkpoint(states)
         elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
             with _naming(optimizer):
-                self.optimizer.load_state_dict(_read_state(optimizer))
+                self.optimizer.load_state_dict(read_optimizer_state(optimizer))
         else:
             return
         if scheduler.is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
-
-
-def _read_state(path: Path) -> Any:
-    """Memory-maps an optimizer's state dict, without a copy.
-
-    Raises:
-        ValueError: the file is damaged, or holds more than tensors and plain values.
-    """
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({first_line(error)}): it is damaged, or was not written by a Trainer; resume from "
-            "another checkpoint, or remove it to begin with a new optimizer"
-        ) from error
 
 
 @contextlib.contextmanager
