@@ -4,6 +4,8 @@
 * steps: median before the save, and of the steps that end while it runs.
 * peer: the model in float32 with bfloat16 autocast and fused AdamW, all on the GPU, as a user of plain PyTorch has it.
 * disk: GB/s of one file of 4 GiB, with fsync.
+* no save: CPU seconds of steps in pairs, after a save that is over and without its look in the step: the median ratio,
+  and quartiles.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="(default: a temporary one)")
     parser.add_argument("--saves", type=int, default=2, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS)
+    parser.add_argument("--pairs", type=int, default=20, help="of steps without a save")
     parser.set_defaults(steps=0)
 
 
@@ -69,8 +72,26 @@ def _engine_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         return lambda: not engine._session.saves.is_running  # each step looks whether it is over
 
     rows = [_row("patrickstar", kind, step, save, folder) for kind in args.kinds for _ in range(args.saves)]
+    low, middle, high = _ratios_without_a_save(engine, step, args.pairs)
+    show(f"no save: CPU seconds of a step {middle:.4f} times ({low:.4f} to {high:.4f}) those without the look")
     engine.discard()
     return rows
+
+
+def _ratios_without_a_save(engine: Any, step: Callable[[], float], num_pairs: int) -> list[float]:
+    """Quartiles; the first step of a pair alternates."""
+    saves, ratios = engine._session.saves, []
+    for number in range(num_pairs):
+        seconds = {}
+        for looks in (True, False) if number % 2 == 0 else (False, True):
+            if not looks:
+                saves.check = lambda _control: None  # in place of the class's
+            begin = time.process_time()
+            step()
+            seconds[looks] = time.process_time() - begin
+            vars(saves).pop("check", None)
+        ratios.append(seconds[True] / seconds[False])
+    return statistics.quantiles(ratios, n=4)
 
 
 def _peer_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

@@ -181,7 +181,7 @@ def pretrain(options: RunOptions, data: Data, ranks: Ranks) -> None:
                 training.save(options.save_folder, state)
                 progress.restart_clock()
             if stopped and step < options.steps:
-                raise StoppedError(step, options.save_folder)
+                raise StoppedError(step, options.save_folder, by_user=ranks.sums(stop.is_by_user)[0] > 0)
     finish(options, training, data, ranks, num_steps=options.steps - first + 1)
 
 

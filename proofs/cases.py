@@ -33,6 +33,8 @@ class Case:
 
     name: str
     points: Callable[[Setting], Points]
+    least_points: int = 1
+    """With fewer points nothing is shown, and the case does not hold."""
 
 
 @dataclasses.dataclass(frozen=True)

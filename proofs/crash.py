@@ -1,5 +1,5 @@
 """prove-crash: the process is killed at each system call of a save, an export or a removal, and at random instants of
-training; and the power is cut.
+training; and the power is cut, during a save of the calling thread or of one beside training.
 
 After each kill every tag must lead to a complete checkpoint, old or new and never mixed, and the next save must succeed
 and leave nothing unfinished. Kills come from proofs/faulty_calls.c. Power cuts are states of a modelled journaling disk
@@ -21,23 +21,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from patrickstar.checkpoint import Checkpoint, SaveOptions, disk, folder, latest_tag, save, tags
+from patrickstar.checkpoint import Checkpoint, disk, folder, latest_tag, tags
 from patrickstar.checkpoint.disk import Disk
 from patrickstar.checkpoint.export import ExportOptions, export
 from patrickstar.checkpoint.folder import NewFolder
 from patrickstar.engine import saved_run
 from proofs.cases import Case, Planted, Points, Proof, Setting, replaced
 from proofs.faulty_calls import EVERY, SOURCE, Fault, How, failing
+from proofs.power_cuts import check_folder, power_cuts, power_cuts_beside_training, template
 from proofs.preloaded import preload
 from proofs.training import Run, config, files
 from tests.checkpoint import test_crashes as model
 from tests.checkpoint.ranks import HeldSource
 
 KILL = Fault("SIGKILL", EVERY, How.KILL)
-STATES_PER_PREFIX = 25
-BLOCK = 8  # bytes that are on the disk or not, in place of 4096
-MOST_OLD_STATES = 20_000  # drawn in a row without a new one
-Tree = Any
 
 
 def killed_at(call: Callable[[], object], target: Path, first: int) -> bool:
@@ -54,26 +51,6 @@ def killed_at(call: Callable[[], object], target: Path, first: int) -> bool:
     if code not in (0, -signal.SIGKILL):
         raise AssertionError(f"the process ended with {code}")
     return code != 0
-
-
-def template(path: Path, present: list[str], num_ranks: int) -> Path:
-    """A folder with checkpoints of version 1."""
-    for tag in present:
-        model.save_version(path, 1, tag, num_ranks)
-    return path
-
-
-def check_folder(path: Path, expected: dict[str, set[int]]) -> str | None:
-    """A complaint about a tag that leads to another version than those expected, or to none."""
-    for tag in [None, *tags(path)]:
-        try:
-            version = model.loaded_version(path, tag)
-        except Exception as error:
-            return f"{tag or 'latest'}: {type(error).__name__}: {error}"
-        if version not in (expected[tag] if tag is not None else {1, 2}):
-            return f"{tag} is of version {version}"
-    gone = [tag for tag, versions in expected.items() if versions == {1} and tag not in tags(path)]
-    return f"{gone} are gone" if gone else None
 
 
 def system_calls(tag: str, others: list[str], num_ranks: int) -> Callable[[Setting], Points]:
@@ -198,34 +175,6 @@ def train_and_save(path: Path) -> None:
         time.sleep(1)
 
 
-def power_cuts(tag: str, others: list[str]) -> Callable[[Setting], Points]:
-    """Points: states of the modelled disk after a power cut, of all prefixes of a save's calls."""
-
-    def points(setting: Setting) -> Points:
-        path, left = setting.folder / "saves", setting.folder / "left"
-        template(path, ["old", *others], 1)
-        modelled = model.ModelledDisk(path)
-        options = SaveOptions(disk=modelled, max_file_bytes=40)
-        save(path, tag, HeldSource(model.tensors(2, 1), 0), {"version": 2}, options)
-        expected = {"old": {1} if tag == "new" else {1, 2}, "new": {2}, **dict.fromkeys(others, {1})}
-        generator, seen, num_old = random.Random(setting.seed), set[Tree](), 0
-        while num_old < MOST_OLD_STATES:
-            for number, tree in enumerate(modelled.states):
-                setting.note(f"after {number} of {len(modelled.states) - 1} calls")
-                for _ in range(STATES_PER_PREFIX):
-                    with replaced(model, "BLOCK", BLOCK):
-                        state = model.after_a_cut(tree, generator)
-                    num_old = num_old + 1 if state in seen else 0
-                    if num_old > 0:
-                        continue
-                    seen.add(state)
-                    model.write_state(state, left)
-                    yield check_folder(left, expected)
-                    shutil.rmtree(left)
-
-    return points
-
-
 def planted() -> Iterator[Planted]:
     """Bugs in how checkpoints are published."""
     new, old, cut = "saves under a new tag, 2 ranks", "saves under the tag that exists, 1 rank", "power cuts, a new tag"
@@ -285,7 +234,11 @@ def planted() -> Iterator[Planted]:
     yield Planted("folders are not synced", cut, lambda: replaced(model.ModelledDisk, "sync_folder", nothing))
     yield Planted("what was replaced is removed before its name is synced", "power cuts, the tag that exists",
                   lambda: replaced(NewFolder, "make_name_durable", unsynced))  # fmt: skip
-    yield Planted("a background save copies nothing", "random instants of training", copying_nothing)
+    later = "power cuts beside training, a new tag"
+    for case in ("random instants of training", later):
+        yield Planted(f"a background save copies nothing ({case})", case, copying_nothing)
+    yield Planted("a background save syncs no folder", later,
+                  lambda: replaced(model.ModelledDisk, "sync_folder", nothing))  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -340,6 +293,8 @@ PROOF = Proof(
         Case("power cuts, a new tag", power_cuts("new", [])),
         Case("power cuts, the tag that exists", power_cuts("old", [])),
         Case("power cuts, one tag of two", power_cuts("old", ["other"])),
+        Case("power cuts beside training, a new tag", power_cuts_beside_training("new")),
+        Case("power cuts beside training, the tag that exists", power_cuts_beside_training("old")),
         Case("random instants of training", random_instants),
     ],
     planted=list(planted()),

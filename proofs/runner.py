@@ -176,6 +176,9 @@ class Job:
             found = violations[0] if violations else None
             is_own = found is not None and found.startswith(OWN_ERRORS)
             return {"name": self.planted.name, **result, "found": None if is_own else found, "error": is_own and found}
+        least = self.case.least_points
+        if self._progress.count < least and not violations:
+            violations.append(f"{self._progress.count} points show nothing; {least} are needed: give more minutes")
         return {**result, "all": code == ENDED, "violations": violations[:MOST_VIOLATIONS]}
 
 
@@ -235,6 +238,6 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def holds(found: Sequence[dict[str, Any]], tried: Sequence[dict[str, Any]]) -> bool:
-    """True if nothing was violated, each case had a point, and each planted bug was found."""
+    """True if nothing was violated, each case had its least number of points, and each planted bug was found."""
     well = all(case["points"] and not case["violations"] for case in tried)
     return well and all(each["found"] for each in found)

@@ -63,6 +63,8 @@ class SavedRun:
         ValueError: ``keep``, ``minutes`` or ``grace_seconds`` is out of range.
     """
 
+    _unfinished = ".saving-*/*"  # pattern of files of a save that goes on
+
     def __init__(
         self,
         engine: Engine,
@@ -96,8 +98,7 @@ class SavedRun:
         """
         self._handlers = {number: signal.signal(number, self._receive) for number in self._signals}
         try:
-            if latest_tag(self._directory) is not None:
-                self.client_state = self._engine.load_checkpoint(self._directory, **self._scheduler)[1]
+            self._load()
         except BaseException:
             self._give_back_handlers()
             raise
@@ -207,10 +208,10 @@ class SavedRun:
     def _tell_missing(self) -> None:
         written = 0
         with contextlib.suppress(OSError):  # the folder gets its name meanwhile
-            written = sum(path.stat().st_size for path in self._directory.glob(".saving-*/*"))
+            written = sum(path.stat().st_size for path in self._directory.glob(self._unfinished))
         logger.error(
             "grace_seconds (%g) are over and the run is not saved yet, %s are written; killed now, it goes on from %s",
-            self._grace.seconds, show_size(written), latest_tag(self._directory) or "its begin",
+            self._grace.seconds, show_size(written), self._last_complete() or "its begin",
         )  # fmt: skip
 
     def _tell_lost(self, error: Exception) -> None:
@@ -218,9 +219,13 @@ class SavedRun:
         remedy = "; give the DataLoader worker_init_fn=patrickstar.SavedRun.detach_worker: torchrun signals its workers"
         logger.error(
             "a signal came, and %s ended the run before it was saved; the next start goes on from %s%s",
-            type(error).__name__, latest_tag(self._directory) or "its begin",
+            type(error).__name__, self._last_complete() or "its begin",
             remedy if "DataLoader worker" in str(error) else "",
         )  # fmt: skip
+
+    def _load(self) -> None:
+        if latest_tag(self._directory) is not None:
+            self.client_state = self._engine.load_checkpoint(self._directory, **self._scheduler)[1]
 
     def _save(self, client_state: Mapping[str, Any], *, wait: bool) -> None:
         self._engine.wait_for_save()
@@ -228,6 +233,10 @@ class SavedRun:
             self._remove_old()
         self._engine.save_checkpoint(self._directory, None, client_state, **self._scheduler, wait=wait)
         self._saved_at = time.monotonic()
+
+    def _last_complete(self) -> str | None:
+        """Name of the checkpoint from which the next start goes on; None: there is none."""
+        return latest_tag(self._directory)
 
     def _remove_old(self) -> None:
         found = [re.fullmatch(r"global_step(\d+)", tag) for tag in tags(self._directory)]

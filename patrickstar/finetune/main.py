@@ -14,7 +14,7 @@ from patrickstar.finetune.usage import PROGRAM, run_command, set_environment
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m patrickstar.finetune.main") -> int:
-    """Returns the exit status: 2 for wrong input, 1 if a model does not fit, 130 after Ctrl-C."""
+    """Returns the exit status: 2 for wrong input, 1 if a model does not fit, 130 after Ctrl-C, 75 after SIGTERM."""
     words = words_after(arguments)
 
     def body() -> int:

@@ -218,7 +218,7 @@ class _Loop:
                 if stopped and step < self.num_steps:
                     folder = self._save()
                     self._complete_save()
-                    raise StoppedError(step, folder)
+                    raise StoppedError(step, folder, by_user=self.ranks.sums(stop.is_by_user)[0] > 0)
                 if self.args.save_every and (step % self.args.save_every == 0 or step == self.num_steps):
                     say(f"saving to {self._save()}")
             self._complete_save()

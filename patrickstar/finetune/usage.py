@@ -25,6 +25,9 @@ PROGRAM = ("-m", "patrickstar", "finetune")
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a run that Ctrl-C ended."""
 
+PREEMPTED = os.EX_TEMPFAIL
+"""The exit code of a run that was saved because of a scheduler's signal: 75, as with ``SavedRun``."""
+
 _SECONDS_BETWEEN_PRESSES = 1.0
 """A signal that follows another one sooner is the same Ctrl-C, seen by a process and forwarded by its launcher."""
 
@@ -38,12 +41,13 @@ def set_environment() -> None:
 
 
 class StoppedError(Exception):
-    """The user ended the run. ``checkpoint`` is the folder for ``--resume``, or None."""
+    """The user or a scheduler ended the run. ``checkpoint`` is the folder for ``--resume``, or None."""
 
-    def __init__(self, step: int, checkpoint: Path | None):
+    def __init__(self, step: int, checkpoint: Path | None, *, by_user: bool):
         super().__init__(f"ended after step {step}")
         self.step = step
         self.checkpoint = checkpoint
+        self.exit_code = INTERRUPTED if by_user or checkpoint is None else PREEMPTED
 
 
 class StopRequest:
@@ -61,6 +65,11 @@ class StopRequest:
     def is_made(self) -> bool:
         """True after a signal."""
         return self._first is not None
+
+    @property
+    def is_by_user(self) -> bool:
+        """True after Ctrl-C."""
+        return self._first == signal.SIGINT
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
         """The signals' handler."""
@@ -119,7 +128,8 @@ def run_command(body: Callable[[], int], program: Sequence[str], argv: Sequence[
         prog: its name in errors; None: the script's.
 
     Returns:
-        The exit code: ``body``'s, 2 for wrong input, 1 if the model or a checkpoint does not fit, 130 after Ctrl-C.
+        The exit code: ``body``'s, 2 for wrong input, 1 if the model or a checkpoint does not fit, 130 after Ctrl-C,
+        75 if a scheduler's signal came and the run is saved.
     """
     prog = prog or Path(program[0]).name
     try:
@@ -133,7 +143,7 @@ def run_command(body: Callable[[], int], program: Sequence[str], argv: Sequence[
                 print("; nothing was saved", flush=True)
             else:
                 print(f"; saved to {stop.checkpoint}; go on with\n  {resuming_command(program, argv)}", flush=True)
-        return INTERRUPTED
+        return stop.exit_code
     except KeyboardInterrupt:
         return refuse(prog, "ended by Ctrl-C; nothing was saved", INTERRUPTED)
     except ImportError as error:

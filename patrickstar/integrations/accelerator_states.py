@@ -41,7 +41,7 @@ class AcceleratorStates(Accelerator):
         engine.wait_for_save()  # before Accelerate removes the one before it
         limit = self.project_configuration.total_limit
         is_named = self.project_configuration.automatic_checkpoint_naming
-        waits = is_named and leaves_no_complete(self._named_states(), limit)
+        waits = is_named and leaves_no_complete([*map(is_incomplete, self._named_states())], limit)
         with _Aside(self), self._with_total_limit(None if waits else limit):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         save_states(engine, folder, waits=waits)

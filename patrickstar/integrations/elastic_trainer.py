@@ -76,6 +76,8 @@ class ElasticTrainerMixin(PatrickStarTrainerMixin):
     def create_accelerator_and_postprocess(self) -> None:
         """Calls the mixin's method; refuses arguments that do not fit changing ranks."""
         _check_arguments(self.args)
+        if self._signals is not None:
+            raise ValueError("resume is set, and an elastic run goes on by itself; leave it out")
         super().create_accelerator_and_postprocess()
         if self.accelerator.ranks_per_sample > 1:
             raise ValueError(

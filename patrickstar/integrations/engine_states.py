@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from patrickstar.checkpoint import CheckpointError, latest_tag
 from patrickstar.checkpoint.foreign import find_foreign
 from patrickstar.engine.engine import Engine
+from patrickstar.ranks.failures import first_line
 
 CHECKPOINT_FOLDER = "patrickstar"
 """Name of the folder that the engine saves to."""
+_LAST_FILE = "trainer_state.json"  # the Trainer writes it last
 
 
 def save_states(engine: Engine, folder: str | os.PathLike[str], *, waits: bool) -> None:
@@ -51,16 +57,16 @@ def engine_states(folder: str | os.PathLike[str]) -> Path | None:
     return Path(folder) if foreign is not None and foreign.is_readable else None
 
 
-def leaves_no_complete(others: Sequence[Path], limit: int | None) -> bool:
+def leaves_no_complete(others_incomplete: Sequence[bool], limit: int | None) -> bool:
     """True if a limit on the number of checkpoints leaves none that is complete beside a new one. No save may run.
 
     Args:
-        others: folders beside the new one, older ones first.
+        others_incomplete: for each folder beside the new one, older ones first.
         limit: newest ones that stay, the new one included; None: all.
     """
-    if limit is None or not others:
+    if limit is None or not others_incomplete:
         return False
-    return all(map(is_incomplete, others[max(len(others) - limit + 1, 0) :]))
+    return all(others_incomplete[max(len(others_incomplete) - limit + 1, 0) :])
 
 
 def is_incomplete(folder: str | os.PathLike[str]) -> bool:
@@ -69,9 +75,14 @@ def is_incomplete(folder: str | os.PathLike[str]) -> bool:
     return path.is_dir() and latest_tag(path) is None
 
 
+def was_interrupted(folder: Path) -> bool:
+    """True if the Trainer's save into its folder ``checkpoint-<step>`` was not completed."""
+    return not (folder / _LAST_FILE).is_file() or is_incomplete(folder)
+
+
 def last_complete(folders: Iterable[Path]) -> Path | None:
     """The checkpoint of the highest step among the Trainer's folders ``checkpoint-<step>``; None: there is none."""
-    complete = [path for path in by_step(folders) if not is_incomplete(path)]
+    complete = [path for path in by_step(folders) if not was_interrupted(path)]
     return complete[-1] if complete else None
 
 
@@ -79,3 +90,18 @@ def by_step(folders: Iterable[Path]) -> list[Path]:
     """The Trainer's folders ``checkpoint-<step>``, older ones first."""
     steps = {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
     return [steps[step] for step in sorted(steps)]
+
+
+def read_optimizer_state(path: Path) -> Any:
+    """Memory-maps an optimizer's state dict, without a copy.
+
+    Raises:
+        ValueError: the file is damaged, or holds more than tensors and plain values.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({first_line(error)}): it is damaged, or was not written by a Trainer; resume from "
+            "another checkpoint, or remove it to begin with a new optimizer"
+        ) from error

@@ -90,6 +90,11 @@ def check_arguments(args: TrainingArguments, model: nn.Module | None) -> None:
             "that all of them see; leave it out",
         ),
         (
+            getattr(args, "enable_jit_checkpoint", False),
+            "enable_jit_checkpoint saves between backward and step, where an engine has no whole state; leave it out "
+            "and put 'resume': 'auto' into patrickstar_config",
+        ),
+        (
             placed,
             "the model was loaded with device_map, which places its layers; load it without (under TRL "
             "model_init_kwargs={'device_map': None}), PatrickStar moves them as they are needed",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,7 +34,9 @@ from patrickstar.integrations.engine_states import (
     engine_states,
     last_complete,
     leaves_no_complete,
+    read_optimizer_state,
     save_states,
+    was_interrupted,
 )
 from patrickstar.integrations.replaced_classes import as_it_is
 from patrickstar.integrations.trainer_arguments import (
@@ -50,6 +51,7 @@ from patrickstar.integrations.trainer_arguments import (
     without_optimizer,
 )
 from patrickstar.integrations.trainer_callback import EngineCallback
+from patrickstar.integrations.trainer_signals import signals_of
 from patrickstar.integrations.weights import (
     adapter_state,
     export_into,
@@ -60,7 +62,6 @@ from patrickstar.integrations.weights import (
 )
 from patrickstar.lr_schedules import make_scheduler
 from patrickstar.module.pretrained import weight_files
-from patrickstar.ranks.failures import first_line
 
 _OPTIMIZER_NAME = "optimizer.pt"  # the Trainer's file names
 _SCHEDULER_NAME = "scheduler.pt"
@@ -100,7 +101,8 @@ class PatrickStarTrainerMixin:
 
     Args:
         patrickstar_config: PatrickStar's configuration (docs/config.md), a dict or the path of a JSON file. Precision,
-            clipping, batches and AdamW's options come from the ``TrainingArguments``.
+            clipping, batches and AdamW's options come from the ``TrainingArguments``. ``"resume": "auto"``: see
+            trainer_signals.py.
         **kwargs: the trainer's.
 
     Raises:
@@ -116,10 +118,13 @@ class PatrickStarTrainerMixin:
         **kwargs: Any,
     ):
         self._engine_config = own_config(patrickstar_config)
+        self._signals = signals_of(self, self._engine_config)
         load_off_devices([*args, *kwargs.values()])
         super().__init__(*args, **kwargs)
         self._engine_callback = EngineCallback(lambda: self.engine)
         self.add_callback(self._engine_callback)
+        if self._signals is not None:
+            self.add_callback(self._signals)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = own_optimizer(self.args)
             self.accelerator.replace_config(without_optimizer(self._engine_config, self.args))
@@ -204,10 +209,11 @@ class PatrickStarTrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """``Trainer.train``. ``resume_from_checkpoint=True`` passes over checkpoints whose save was interrupted."""
         output = Path(self.args.output_dir)
-        if resume_from_checkpoint is True and output.is_dir():
-            found = last_complete(output.iterdir())
-            resume_from_checkpoint = str(found) if found is not None else True
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        resumes = resume_from_checkpoint is True or (resume_from_checkpoint is None and self._signals is not None)
+        if resumes and output.is_dir() and (found := last_complete(output.iterdir())) is not None:
+            resume_from_checkpoint = str(found)
+        with self._signals or contextlib.nullcontext():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The Trainer's step. ``logging_nan_inf_filter`` replaces a loss that is not finite by the average since the
@@ -306,7 +312,8 @@ class PatrickStarTrainerMixin:
                 torch.save(state, Path(output_dir) / _OPTIMIZER_NAME)
         else:
             self.engine.wait_for_save()  # the one before is complete, or its failure is raised
-            others = [path for path in by_step(Path(output_dir).parent.iterdir()) if path != Path(output_dir)]
+            folders = by_step(Path(output_dir).parent.iterdir())
+            others = [was_interrupted(path) for path in folders if path != Path(output_dir)]
             save_states(self.engine, output_dir, waits=leaves_no_complete(others, self.args.save_total_limit))
         if self.args.should_save:
             with warnings.catch_warnings():  # schedulers warn about being saved without their optimizer
@@ -324,7 +331,7 @@ class PatrickStarTrainerMixin:
         path = Path(folder) / _OPTIMIZER_NAME
         if not path.is_file():
             return
-        state = _read_state(path)
+        state = read_optimizer_state(path)
         if self._is_adapted or not weight_files(folder):
             return  # the engine is made when the weights are loaded
         self._ensure_engine()
@@ -356,26 +363,11 @@ class PatrickStarTrainerMixin:
                 self.engine.load_checkpoint(states)
         elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
             with _naming(optimizer):
-                self.optimizer.load_state_dict(_read_state(optimizer))
+                self.optimizer.load_state_dict(read_optimizer_state(optimizer))
         else:
             return
         if scheduler.is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
-
-
-def _read_state(path: Path) -> Any:
-    """Memory-maps an optimizer's state dict, without a copy.
-
-    Raises:
-        ValueError: the file is damaged, or holds more than tensors and plain values.
-    """
-    try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({first_line(error)}): it is damaged, or was not written by a Trainer; resume from "
-            "another checkpoint, or remove it to begin with a new optimizer"
-        ) from error
 
 
 @contextlib.contextmanager

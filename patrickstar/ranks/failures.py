@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -31,6 +31,7 @@ class DisagreementError(_C.StateError):
     """Ranks that must have the same value have different ones. Raised on all of them."""
 
 
+T = TypeVar("T")
 _CLOSED = "closed"
 _BEAT_SECONDS = 0.5
 _LEAST_BEAT_SECONDS = 0.02  # minimum between heartbeats, however fast calls follow each other
@@ -136,10 +137,13 @@ class FailureWatch:
         self._process = os.getpid()
         self._finished = threading.Event()
         self._news = threading.Event()
+        self._is_silent = False  # True once the store has given no answer
+        self._asked_at: float | None = None  # when the thread's present calls of the store began
         with contextlib.suppress(*_STORE_ERRORS):  # the thread finds the store gone, too
             self.notice.post_at_end(f"rank {self._rank}'s process has ended; see its output")
         self._thread = threading.Thread(target=self._run, name="patrickstar-failure-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="patrickstar-store-watch", daemon=True).start()
 
     @property
     def activity(self) -> str:
@@ -161,14 +165,26 @@ class FailureWatch:
         """Posts a failure of this rank, or of a missing one, which the other ranks have time to read. Returns the
         notice in effect.
         """
-        with contextlib.suppress(*_STORE_ERRORS):  # the thread may not have sent the last activity
-            self._store.set(self._key(self._rank), f"0 {self.activity}")
-        first = self.failure or self.notice.post(text)
-        self.notice.linger()
+
+        def post() -> str:
+            with contextlib.suppress(*_STORE_ERRORS):  # the thread may not have sent the last activity
+                self._store.set(self._key(self._rank), f"0 {self.activity}")
+            return self.failure or self.notice.post(text)
+
+        first = self._ask(post, self.failure or text)
+        if not self._is_silent:
+            self.notice.linger()
         return first
+
+    def await_notice(self) -> None:
+        """Gives the notice of a rank that failed first a while to come."""
+        self._ask(lambda: self.notice.wait(_GRACE_SECONDS), None)
 
     def activities(self) -> str:
         """Text with each rank's call at its last heartbeat; empty if the store is gone."""
+        return self._ask(self._told_activities, "")
+
+    def _told_activities(self) -> str:
         known = {self._rank: self.activity}
         with contextlib.suppress(*_STORE_ERRORS):
             for member in self._members:
@@ -186,12 +202,16 @@ class FailureWatch:
             return
         self._finished.set()
         self._news.set()
-        self._thread.join(_GRACE_SECONDS)
+        if not self._is_silent:
+            self._thread.join(_GRACE_SECONDS)
+        self._ask(self._say_closed, None)
+        self._communicators, self._stop_all = (), lambda: None
+        self._store = self.notice._store = _NoStore()
+
+    def _say_closed(self) -> None:
         with contextlib.suppress(*_STORE_ERRORS):
             self._store.set(self._key(self._rank), _CLOSED)
             self.notice.post_at_end("")
-        self._communicators, self._stop_all = (), lambda: None
-        self._store = self.notice._store = _NoStore()
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/alive/{rank}"
@@ -202,15 +222,45 @@ class FailureWatch:
             self._news.wait(min(_BEAT_SECONDS, self._timeout_seconds / 4))
             self._news.clear()
             beat += 1
+            self._asked_at = time.monotonic()
             try:
                 self._store.set(self._key(self._rank), f"{beat} {self.activity}")
                 failure = self.notice.read() or self._own_finding()
             except _STORE_ERRORS as error:
                 failure = f"torch's store cannot be reached ({first_line(error)}): rank 0 or torchrun's agent is gone"
+            self._asked_at = None
             if failure is not None and not self._finished.is_set():
                 self.failure = failure
                 self._stop_all()
                 return
+
+    def _watch_store(self) -> None:
+        """Stops all collectives if the store is silent: its host may be stopped, and then no call of it ends."""
+        limit = self._timeout_seconds + _GRACE_SECONDS  # the thread may wait for a notice
+        while not self._finished.wait(self._timeout_seconds / 4):
+            asked_at = self._asked_at
+            if self.failure is None and asked_at is not None and time.monotonic() - asked_at > limit:
+                self.failure = f"torch's store gives no answer for {limit:g} s: rank 0 or torchrun's agent is stopped"
+                self._is_silent = True
+                self._stop_all()
+                return
+
+    def _ask(self, call: Callable[[], T], otherwise: T) -> T:
+        """The result of ``call``, in a thread of its own; ``otherwise`` if it does not end, as calls of torch's store
+        while its host is stopped.
+        """
+        if self._is_silent:
+            return otherwise
+        found = [otherwise]
+
+        def ask() -> None:
+            found[0] = call()
+
+        thread = threading.Thread(target=ask, name="patrickstar-asks-store", daemon=True)
+        thread.start()
+        thread.join(_GRACE_SECONDS + _BEAT_SECONDS)
+        self._is_silent = thread.is_alive()
+        return found[0]
 
     def _own_finding(self) -> str | None:
         finding = self._missing_heartbeat() or self._failed_collective()
@@ -317,7 +367,7 @@ def failing_together(watch: FailureWatch, rank: int, phase: str):
         lost = isinstance(error, _C.RankFailure)
         doing = watch.activities() if lost else ""
         if lost and seen is None:
-            watch.notice.wait(_GRACE_SECONDS)
+            watch.await_notice()
         own = f"rank {rank}: {first_line(error) if lost else f'{type(error).__name__}: {first_line(error)}'} ({phase})"
         first = watch.announce(own)
         if is_interrupt(error) or (not lost and seen is None):

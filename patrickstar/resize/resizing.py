@@ -71,6 +71,7 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             f"{limit:g}, for which ranks wait for the one that leads"
         )
     check_between_steps(session, "resize")
+    session.saves.finish()  # a failure would be lost with the present ranks; all of them have it
     ranks = session.ranks
     control, is_leader = ranks.control, ranks.control.rank == 0
     with contextlib.ExitStack() as until_changed:

@@ -486,6 +486,8 @@ class Folder:
 
 
 class ModelledDisk(Disk):
+    most_bytes = 100  # of a write
+
     def __init__(self, root):
         self.root, self.tree = root, Folder()
         self._open = {}
@@ -525,13 +527,13 @@ class ModelledDisk(Disk):
         return fd
 
     def write(self, fd, data):
-        count = super().write(fd, data[:100])
+        count = super().write(fd, data[: self.most_bytes])
         self._open[fd].data += bytes(data[:count])
         self._note()
         return count
 
     def write_at(self, fd, data, offset):
-        count = super().write_at(fd, data[:100], offset)
+        count = super().write_at(fd, data[: self.most_bytes], offset)
         held = self._open[fd].data.ljust(offset, b"\0")
         self._open[fd].data = held[:offset] + bytes(data[:count]) + held[offset + count :]
         self._note()

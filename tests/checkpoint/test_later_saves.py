@@ -137,6 +137,16 @@ def test_a_failure_comes_before_the_next_step(tmp_path, monkeypatch):
     assert latest_tag(tmp_path) == "new"
 
 
+def test_a_failure_comes_before_a_resize(tmp_path, monkeypatch):
+    engine, _ = engine_of()
+    with engine:
+        gate = Gate(monkeypatch, OSError(errno.ENOSPC, "no space"))
+        engine.save_checkpoint(tmp_path, "new", wait=False)
+        threading.Timer(0.2, gate.opened.set).start()
+        with pytest.raises(CheckpointError, match="checkpoint 'new' was not saved .* no space"):
+            engine.resize(1, user_state={})
+
+
 @pytest.mark.parametrize("end", ["save", "close", "discard"])
 def test_other_calls_wait(end, tmp_path, monkeypatch):
     engine, optimizer = engine_of()

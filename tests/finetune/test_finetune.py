@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_is_bitwise_one_that_never_stopped(adapts, folders, c
     for ended, signum in ((2, signal.SIGTERM), (3, signal.SIGUSR1)):
         with monkeypatch.context() as patch:
             stop_after(2 if ended == 2 else 1, patch, signum)
-            assert run(monkeypatch, *parts, "--resume", "auto").code == 130
+            assert run(monkeypatch, *parts, "--resume", "auto").code == 75
         printed = capsys.readouterr().out
         assert f"ended after step {ended}; saved to" in printed
         assert printed.rstrip().endswith("--resume auto")

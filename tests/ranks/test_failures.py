@@ -44,6 +44,24 @@ def train_until_rank_1_is_lost(inside: str) -> None:
             optimizer.step()
 
 
+def train_until_rank_0_stops() -> None:
+    rank, _ = rank_and_size()
+    config = make_config("fp32", rank_timeout_seconds=2)
+    engine, optimizer = initialize_engine(lambda: nn.Linear(4, 4), 0, config)
+    with engine:
+        for step in range(3):
+            engine.backward(engine(torch.ones(2, 4)).square().mean())
+            if (rank, step) == (0, 1):
+                os.kill(os.getpid(), signal.SIGSTOP)
+            optimizer.step()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_that_serves_torchs_store_hangs_nobody():
+    _, survivor = rank_outcomes(2, train_until_rank_0_stops, timeout_seconds=60, stop_after_failure=True)
+    assert survivor.error.startswith("RankFailure: ") and "rank 0" in survivor.error
+
+
 @pytest.mark.parametrize(
     ("access", "call"),
     [

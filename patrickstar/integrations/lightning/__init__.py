@@ -9,8 +9,9 @@ is imported already, else the first that is installed.
 
 from patrickstar.integrations.lightning.package import pl
 from patrickstar.integrations.lightning.precision import PatrickStarPrecision
+from patrickstar.integrations.lightning.preemption import Preemption
 from patrickstar.integrations.lightning.strategy import AfterRun, CheckpointFormat, ModuleInit, PatrickStarStrategy
 
-__all__ = ["AfterRun", "CheckpointFormat", "ModuleInit", "PatrickStarPrecision", "PatrickStarStrategy"]
+__all__ = ["AfterRun", "CheckpointFormat", "ModuleInit", "PatrickStarPrecision", "Preemption", "PatrickStarStrategy"]
 
 PatrickStarStrategy.register_strategies(pl.strategies.StrategyRegistry)

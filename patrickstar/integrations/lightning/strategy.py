@@ -255,6 +255,8 @@ class PatrickStarStrategy(RankedStrategy):
     def _close(self, engine: Engine) -> None:
         error = self._error
         if error is not None:
+            if getattr(error, "on_all_ranks", False):  # a signal's: its save is completed
+                self._folders.finish(engine)
             engine.__exit__(type(error), error, error.__traceback__)
             return
         try:
