@@ -26,12 +26,14 @@ from benchmark.steps import add_engine_arguments, make_job, timed_step
 
 _STEPS = 10
 _DISK_BYTES = 4 * 2**30
+_KINDS = ["sync", "async"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--folder", type=Path, help="(default: a temporary one)")
     parser.add_argument("--saves", type=int, default=2, help="of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS)
     parser.set_defaults(steps=0)
 
 
@@ -66,7 +68,7 @@ def _engine_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         engine.save_checkpoint(target, "tag", wait=not later)
         return lambda: not engine._session.saves.is_running  # each step looks whether it is over
 
-    rows = [_row("patrickstar", later, step, save, folder) for later in (False, True) for _ in range(args.saves)]
+    rows = [_row("patrickstar", kind, step, save, folder) for kind in args.kinds for _ in range(args.saves)]
     engine.discard()
     return rows
 
@@ -109,14 +111,14 @@ def _peer_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             return lambda: True
         return dcp.async_save(state, checkpoint_id=target).done
 
-    rows = [_row("DCP", later, step, save, folder) for later in (False, True) for _ in range(args.saves)]
+    rows = [_row("DCP", kind, step, save, folder) for kind in args.kinds for _ in range(args.saves)]
     dist.destroy_process_group()
     return rows
 
 
 def _row(
     system: str,
-    later: bool,
+    kind: str,
     step: Callable[[], float],
     save: Callable[[Path, bool], Callable[[], bool]],
     folder: Path,
@@ -124,7 +126,7 @@ def _row(
     before = statistics.median([step() for _ in range(_STEPS)][_STEPS // 2 :])
     target = folder / "checkpoint"
     begin = time.perf_counter()
-    is_over = save(target, later)
+    is_over = save(target, kind == "async")
     waited = time.perf_counter() - begin
     during = []
     while not is_over():
@@ -133,7 +135,7 @@ def _row(
     num_bytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     shutil.rmtree(target)
     row = {
-        "system": system, "kind": "async" if later else "sync", "waited": waited, "complete": complete,
+        "system": system, "kind": kind, "waited": waited, "complete": complete,
         "gb": num_bytes / 1e9, "step_before": before, "step_during": statistics.median(during) if during else None,
     }  # fmt: skip
     show(_line(row))

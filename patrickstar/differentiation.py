@@ -27,11 +27,13 @@ def differentiable_once(subject: str, remedy: str) -> Callable[[_Backward], _Bac
 
         @functools.wraps(backward)
         def wrapper(ctx: Any, *grads: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
+                return once(ctx, *grads)
+            if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"backward is called with create_graph=True, but {subject} have no second derivative; {remedy}"
                 )
-            return once(ctx, *grads)
+            return backward(ctx, *grads)
 
         return wrapper
 

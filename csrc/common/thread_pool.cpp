@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/thread_priority.h"
 
 namespace patrickstar {
 
@@ -27,7 +28,10 @@ bool pin(std::thread& thread, int cpu) {
 ThreadPool::ThreadPool(int num_threads, const std::vector<int>& worker_cpus) {
   PS_CHECK(num_threads >= 1, ArgumentError, "a thread pool needs at least 1 thread, got ", num_threads);
   for (int i = 1; i < num_threads; ++i) {
-    std::thread& worker = workers_.emplace_back([this] { work(); });
+    std::thread& worker = workers_.emplace_back([this] {
+      take_priority(ThreadPriority::kBelowLaunches);
+      work();
+    });
     pthread_setname_np(worker.native_handle(), ("ps-worker-" + std::to_string(i)).c_str());
     const auto index = static_cast<size_t>(i - 1);
     if (index < worker_cpus.size() && pin(worker, worker_cpus[index])) pinned_cpus_.push_back(worker_cpus[index]);

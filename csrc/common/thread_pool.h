@@ -5,8 +5,8 @@
 // does not delay the others. Pieces start at multiples of the grain: elementwise results do not depend on the number of
 // threads. A loop allocates nothing, so it cannot stop half-way for lack of memory.
 //
-// Workers may be pinned to CPUs (common/host_threads.h); callers are not. If the system refuses a CPU, its worker is
-// not pinned.
+// Workers have a low priority (common/thread_priority.h). They may be pinned to CPUs (common/host_threads.h). If the
+// system refuses a CPU, its worker is not pinned. Callers keep their priority and are not pinned.
 //
 //   ThreadPool pool(4);
 //   pool.parallel_for(numel, 1 << 16, [&](int64_t begin, int64_t end) { ... });

@@ -5,7 +5,11 @@
 
 namespace patrickstar {
 
-WorkQueue::WorkQueue() : worker_([this] { work(); }) {}
+WorkQueue::WorkQueue(ThreadPriority priority)
+    : worker_([this, priority] {
+        take_priority(priority);
+        work();
+      }) {}
 
 WorkQueue::~WorkQueue() {
   {

@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "common/event.h"
+#include "common/thread_priority.h"
 
 namespace patrickstar {
 
@@ -31,7 +32,7 @@ struct Need {
 
 class WorkQueue {
  public:
-  WorkQueue();
+  explicit WorkQueue(ThreadPriority priority = ThreadPriority::kUsual);
   ~WorkQueue();  // runs all submitted tasks, then stops
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;

@@ -170,7 +170,7 @@ class HostUpdates {
   Tracer& tracer_;
   const Track track_;
   std::atomic<int64_t> waited_nanoseconds_{0};
-  WorkQueue queue_;
+  WorkQueue queue_{ThreadPriority::kBelowLaunches};
 };
 
 }  // namespace patrickstar

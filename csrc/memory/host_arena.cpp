@@ -107,7 +107,7 @@ HostArena::Region* HostArena::reuse_region(int64_t needed_bytes, int64_t spare_b
 
 void HostArena::release_reused() {
   if (reused_ == nullptr) return;
-  if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
+  if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>(ThreadPriority::kBelowLaunches);
   preparer_->submit([rest = std::exchange(reused_, nullptr)]() mutable { rest.reset(); });
 }
 
@@ -147,7 +147,7 @@ void HostArena::prepare_ahead() {
   if (!hooks_.prepare) return;  // mapping alone costs nothing
   for (const auto& region : regions_) {
     if (region->prepared || region->ahead != nullptr) continue;
-    if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>();
+    if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>(ThreadPriority::kBelowLaunches);
     auto ahead = std::make_shared<Region::Ahead>();
     // On failure the first user of the region tries again and gets the error.
     ahead->done = preparer_->submit([this, ahead, data = region->data, num_bytes = region->num_bytes] {

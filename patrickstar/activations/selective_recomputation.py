@@ -32,6 +32,8 @@ class OperationMode(TorchDispatchMode):
     lets_all_pass = hasattr(TorchDispatchMode, "supports_higher_order_operators")
     """False before PyTorch has modes that let higher-order operators pass."""
     supports_higher_order_operators = True
+    sees_casts = False
+    """Read by :mod:`patrickstar.fp8.casting`: casts to 8 bits need not be operators."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -99,13 +99,14 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
     """``x`` and its transposed matrix in 8 bits, as far as ``sides`` names them.
 
     Args:
-        x: ``[rows, columns]``, bfloat16, columns a multiple of 128.
+        x: ``[..., columns]``, bfloat16, columns a multiple of 128. Its other dimensions are rows.
     """
     x = x.contiguous()
-    if x.device.type == "cuda" and not are_operators_seen():
-        found = _cast_on_gpu(x, block, sides, format)
+    if x.device.type == "cuda" and not _are_casts_seen():
+        with torch._C._DisableTorchDispatch():
+            found = _cast_on_gpu(x, block, sides, format)
     else:
-        found = _cast(x, block.value, sides.value, format.value)
+        found = _cast(x.flatten(0, -2), block.value, sides.value, format.value)
     plain, scales, transposed, transposed_scales = found
     return (
         Codes(plain, scales, block) if sides.has_plain else None,
@@ -114,10 +115,18 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
 
 
 def are_operators_seen() -> bool:
-    """True for a compiler or a dispatch mode. Otherwise casts are called directly: dispatching an operator to Python
+    """True for a compiler or a dispatch mode. Otherwise kernels are called directly: dispatching an operator to Python
     takes longer.
     """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _are_casts_seen() -> bool:
+    """:func:`are_operators_seen`, but for modes with ``sees_casts = False``."""
+    if torch.compiler.is_compiling():
+        return True
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return any(getattr(mode, "sees_casts", True) for mode in modes)
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -138,9 +147,8 @@ def _scales_shape(rows: int, columns: int, block: Block) -> tuple[int, ...]:
     return (columns // TILE, rows) if block is Block.STRIP else (rows // TILE, columns // TILE)
 
 
-def _empty(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor | None]:
+def _empty(x: Tensor, rows: int, columns: int, block: Block, sides: Sides, format: Format) -> list[Tensor | None]:
     """The four results; None where ``sides`` leaves them out."""
-    rows, columns = x.shape
     rows += -rows % TILE
     found: list[Tensor | None] = [None] * 4
     if sides.has_plain:
@@ -200,7 +208,7 @@ def _scales_of(largest: Tensor, format: Format) -> Tensor:
 
 @torch.library.impl(_library, "cast_fp8", "Meta")
 def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
-    return _results(x, _empty(x, Block(block), Sides(sides), Format(format)), format)
+    return _results(x, _empty(x, *x.shape, Block(block), Sides(sides), Format(format)), format)
 
 
 @torch.library.impl(_library, "cast_fp8", "CUDA")
@@ -209,15 +217,15 @@ def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
 
 
 def _cast_on_gpu(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor | None]:
-    found = _empty(x, block, sides, format)
-    num_rows, columns = x.shape
+    columns = x.size(-1)
+    num_rows = x.numel() // columns
+    found = _empty(x, num_rows, columns, block, sides, format)
     rows = num_rows + -num_rows % TILE
     num_measured = rows + columns if block is Block.LINE else int(block is Block.MATRIX)
-    largest = x.new_empty(num_measured, dtype=torch.int32)
-    addresses = [0 if result is None else result.data_ptr() for result in found]
+    largest = x.new_empty(num_measured, dtype=torch.int32) if num_measured > 0 else None
+    addresses = [0 if memory is None else memory.data_ptr() for memory in (*found, largest)]
     with device_of(x):
         _C.fp8.cuda_cast(
-            x.data_ptr(), num_rows, rows, columns, block.value, format.value, *addresses, largest.data_ptr(),
-            stream_of(x),
+            x.data_ptr(), num_rows, rows, columns, int(block), int(format), *addresses, stream_of(x)
         )  # fmt: skip
     return found

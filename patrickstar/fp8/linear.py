@@ -69,19 +69,15 @@ class _Fp8Product(nn.Module):
         is_bfloat16 = _computes_in(input) is weight.dtype is torch.bfloat16
         if not is_bfloat16 or input.is_nested or input.numel() < TILE * input.size(-1):
             return super().forward(input)
-        rows = input.reshape(-1, input.size(-1)).to(torch.bfloat16)
+        x = input if input.dtype is torch.bfloat16 else input.to(torch.bfloat16)
         if torch.compiler.is_compiling():  # the compiler finds common casts, and chooses what backward keeps
-            result = _CompiledMultiply.apply(rows, weight, self.fp8_recipe, self._forward_side)
+            result = _CompiledMultiply.apply(x.flatten(0, -2), weight, self.fp8_recipe, self._forward_side)
         else:
-            needs_grad = torch.is_grad_enabled() and weight.requires_grad
-            sides = Sides.BOTH if needs_grad else Sides.PLAIN
-            with torch.no_grad():
-                codes, turned = _cast_input(input, rows, self.fp8_recipe.inputs, sides)
-            kept = turned if needs_grad else None  # the cast may be another layer's
-            result = _Multiply.apply(rows, weight, codes, kept, self.fp8_recipe, self._forward_side)
+            sides = Sides.BOTH if torch.is_grad_enabled() and weight.requires_grad else Sides.PLAIN
+            result = _Multiply.apply(x, weight, (input,), self.fp8_recipe, self._forward_side, sides)
         if bias is not None:
             result = result + bias
-        return result.view(*input.shape[:-1], -1)
+        return result if input.dim() == 2 else result.view(*input.shape[:-1], -1)
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """Copies and pickles as a module of the former class."""
@@ -99,10 +95,14 @@ class _Multiply(torch.autograd.Function):
     """Keeps the transposed input's codes."""
 
     @staticmethod
-    def forward(ctx, rows, weight, codes, turned, recipe, side):
-        ctx.recipe, ctx.side = recipe, side
-        ctx.save_for_backward(weight, *(turned or ())[:2])
-        return multiply(codes, weight, recipe.weights, side, rows.size(0), recipe.forward_sum)
+    def forward(ctx, x, weight, source, recipe, side, sides):
+        ctx.recipe, ctx.side, ctx.shape = recipe, side, x.shape
+        codes, turned = _cast_input(*source, x, recipe.inputs, sides)
+        if sides is Sides.BOTH:
+            ctx.save_for_backward(weight, *turned[:2])
+        else:  # the cast may be another layer's
+            ctx.save_for_backward(weight)
+        return multiply(codes, weight, recipe.weights, side, x.numel() // x.size(-1), recipe.forward_sum)
 
     @staticmethod
     @differentiable_once(*NO_SECOND_DERIVATIVE)
@@ -110,14 +110,16 @@ class _Multiply(torch.autograd.Function):
         weight, *turned = ctx.saved_tensors
         recipe = ctx.recipe
         for_rows, for_weight = ctx.needs_input_grad[:2]
-        grads = _gradients(
+        grad_rows, grad_weight = _gradients(
             grad,
             weight if for_rows else None,
             Codes(*turned, recipe.inputs) if for_weight else None,
             recipe,
             ctx.side,
         )
-        return *grads, None, None, None, None
+        if for_rows and len(ctx.shape) > 2:
+            grad_rows = grad_rows.view(ctx.shape)
+        return grad_rows, grad_weight, None, None, None, None
 
 
 class _CompiledMultiply(torch.autograd.Function):
@@ -173,16 +175,16 @@ class _LastInput(threading.local):
 _last = _LastInput()
 
 
-def _cast_input(x: Tensor, rows: Tensor, block: Block, sides: Sides) -> tuple[Codes | None, Codes | None]:
-    """Casts ``rows``, which are made of ``x`` alone."""
+def _cast_input(x: Tensor, converted: Tensor, block: Block, sides: Sides) -> tuple[Codes | None, Codes | None]:
+    """Casts ``converted``, which has the values of ``x``."""
     if x.is_inference() or isinstance(x, nn.Parameter):  # neither has a version that counts all writes
-        return cast(rows, block, sides)
+        return cast(converted, block, sides)
     entry, state = _last.entry, _state_of(x)
     if entry is not None:
         of, cast_state, cast_block, cast_sides, found = entry
         if of() is x and cast_state == state and cast_block is block and cast_sides in (sides, Sides.BOTH):
             return found
-    found = cast(rows, block, sides)
+    found = cast(converted, block, sides)
     mine = vars(_last)  # of this thread; another one may free the input
 
     def forget(reference: weakref.ref[Tensor]) -> None:

@@ -42,6 +42,21 @@ def test_a_cpu_that_the_system_refuses_leaves_its_worker_free(cpu):
     assert pool.pinned_cpus == allowed[:1]
 
 
+def test_host_work_gives_way_to_the_thread_that_launches_kernels():
+    before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    pool, queue = _C.ThreadPool(3, []), _C.WorkQueue()
+    added = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
+    low = min(usual + 10, 19)
+    deadline = time.monotonic() + 10
+    while (found := sorted(os.getpriority(os.PRIO_PROCESS, thread) for thread in added)) != [usual, low, low]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == usual
+    assert pool.num_threads == 3
+    assert queue.names == []
+
+
 def test_pinned_workers_compute_the_same():
     options = {"in_place": True, "seed": 0, "wild": False}
     expected, arrays = (make_arrays(300_001, torch.bfloat16, torch.bfloat16, **options) for _ in range(2))

@@ -2,7 +2,10 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from patrickstar.activations.selective_recomputation import keep_products
+from patrickstar.fp8 import casting
 from patrickstar.fp8.casting import TILE, Block, Codes, Format, Sides, cast
 from patrickstar.fp8.products import product
 
@@ -84,3 +87,12 @@ def test_what_is_not_finite_reaches_the_product(block, bad):
         assert (
             product(plain, Codes(ones.to(torch.float8_e4m3fn), torch.ones(1), Block.MATRIX), 200)[129].isfinite().all()
         )
+
+
+def test_modes_that_see_products_alone_leave_casts_direct():
+    keeping, recalling = keep_products()
+    with keeping, recalling:
+        assert casting.are_operators_seen() and not casting._are_casts_seen()
+        with FlopCounterMode(display=False):
+            assert casting._are_casts_seen()
+    assert not casting.are_operators_seen()

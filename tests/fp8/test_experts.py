@@ -257,7 +257,7 @@ def test_two_ranks_have_equal_bits_within_budgets():
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
     losses, state, _ = train(mixture, Fp8Recipe.ROWWISE, steps=3)
-    found, last = resumed(mixture, 2, 3, tmp_path)
+    found, last = resumed(mixture, Fp8Recipe.ROWWISE, 2, 3, tmp_path)
     assert found == losses
     assert all(last[name].equal(state[name]) for name in state)
 

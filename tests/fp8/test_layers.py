@@ -31,7 +31,7 @@ def llama(**changes):
 
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "use_cache": False}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **changes))
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **changes}))
 
 
 def gpt2():
@@ -56,20 +56,17 @@ def tokens(step, rank=0):
     return {"input_ids": ids, "labels": ids}
 
 
-def train(build, recipe, steps=3, checkpointing=False, rank=0, prepare=lambda engine: None, **config):
+def train(build, recipe, steps=3, checkpointing=False, rank=0, make=make_config, **config):
     torch.manual_seed(0)
     model = build()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     section = {} if recipe is None else {"fp8": {"recipe": recipe.value}}
-    engine, optimizer = initialize_engine(
-        lambda: model, rank, make_config("bf16", gradient_clipping=1.0, **section, **config)
-    )
-    prepare(engine)
+    engine, optimizer = initialize_engine(lambda: model, rank, make("bf16", gradient_clipping=1.0, **section, **config))
     engine.train()
     torch.manual_seed(1)
     found = []
-    for step in range(engine.num_steps if hasattr(engine, "num_steps") else 0, steps):
+    for step in range(steps):
         loss = engine(**tokens(step, rank)).loss
         engine.backward(loss)
         optimizer.step()
@@ -81,7 +78,7 @@ def train(build, recipe, steps=3, checkpointing=False, rank=0, prepare=lambda en
     return found, state, report
 
 
-def fake_quantized(x, recipe, dim):
+def fake_quantized(x, recipe, dim, dtype=torch.float8_e4m3fn):
     """An independent form of the recipes: values that codes stand for, with blocks along ``dim``."""
     largest, rows, columns = x.float(), *x.shape
     if recipe is Fp8Recipe.BLOCK:
@@ -90,8 +87,8 @@ def fake_quantized(x, recipe, dim):
         largest = parts.abs().amax(dim + (dim == 1), keepdim=True).expand(shape).reshape(rows, columns)
     else:
         largest = x.float().abs().amax(dim if recipe is Fp8Recipe.ROWWISE else (0, 1), keepdim=True)
-    scale = 2.0 ** torch.ceil(torch.log2(largest.clamp(min=1e-30) / 448))
-    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
+    scale = 2.0 ** torch.ceil(torch.log2(largest.clamp(min=1e-30) / torch.finfo(dtype).max))
+    return (x.float() / scale).to(dtype).float() * scale
 
 
 def square_blocks(w):
@@ -101,7 +98,7 @@ def square_blocks(w):
     return (w.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-@pytest.mark.parametrize("recipe", [Fp8Recipe.BLOCK, Fp8Recipe.ROWWISE])
+@pytest.mark.parametrize("recipe", Fp8Recipe)
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
 def test_a_layer_computes_the_products_of_the_recipe(recipe, kind):
     from transformers.pytorch_utils import Conv1D
@@ -116,14 +113,16 @@ def test_a_layer_computes_the_products_of_the_recipe(recipe, kind):
     changed.restore()
     w = layer.weight if kind == "Linear" else layer.weight.t()
     rows, g = x.detach().reshape(-1, 256), direction.reshape(-1, 384)
+    of_gradients = torch.float8_e5m2 if recipe is Fp8Recipe.TENSORWISE else torch.float8_e4m3fn
+    g_by_rows, g_by_columns = (fake_quantized(g, recipe, dim, of_gradients) for dim in (1, 0))
     weights = square_blocks if recipe is Fp8Recipe.BLOCK else lambda matrix, dim=1: fake_quantized(matrix, recipe, dim)
     by_rows = weights(w)
     by_columns = weights(w) if recipe is Fp8Recipe.BLOCK else fake_quantized(w, recipe, 0)
     assert out.dtype is torch.bfloat16 and out.shape == (2, 128, 384)
     wanted = [
         functional.linear(fake_quantized(rows, recipe, 1), by_rows).bfloat16() + layer.bias,
-        (fake_quantized(g, recipe, 1) @ by_columns),
-        (fake_quantized(g, recipe, 0).t() @ fake_quantized(rows, recipe, 0)),
+        g_by_rows @ by_columns,
+        g_by_columns.t() @ fake_quantized(rows, recipe, 0),
     ]
     if kind == "Conv1D":
         wanted[2] = wanted[2].t()
@@ -236,24 +235,27 @@ def test_bits_do_not_depend_on_budgets_and_recomputation(build, budget, recipe):
         assert all(other_state[name].equal(state[name]) for name in state)
 
 
-def on_rank(recipe):
+def on_rank():
     fp8_layers.LEAST_NUMEL = 2**14
-    rank = int(os.environ["RANK"])
-    return [train(llama, recipe, rank=rank, **changes)[:2] for changes in ({}, {"device_memory": "4MiB"})]
+    rank, memory = int(os.environ["RANK"]), [{}, {"device_memory": "4MiB"}]
+    return [[train(llama, recipe, rank=rank, **changes)[:2] for changes in memory] for recipe in Fp8Recipe]
 
 
 def test_two_ranks_have_equal_bits_within_budgets():
-    for whole, within in run_ranks(2, on_rank, Fp8Recipe.BLOCK):
-        assert whole[0] == within[0]
-        assert all(value.equal(within[1][name]) for name, value in whole[1].items())
+    for recipes in run_ranks(2, on_rank):
+        for whole, within in recipes:
+            assert whole[0] == within[0]
+            assert all(value.equal(within[1][name]) for name, value in whole[1].items())
 
 
-def resumed(build, split, steps, folder):
+def resumed(build, recipe, split, steps, folder, **config):
     """Losses and values of a run that is saved, closed and loaded after ``split`` steps."""
-    found = []
+    found, section = [], {"recipe": recipe.value}
     for begin, end in ((0, split), (split, steps)):
         torch.manual_seed(0)
-        engine, optimizer = initialize_engine(build, 0, make_config("bf16", gradient_clipping=1.0, fp8={}))
+        engine, optimizer = initialize_engine(
+            build, 0, make_config("bf16", gradient_clipping=1.0, fp8=section, **config)
+        )
         if begin:
             engine.load_checkpoint(folder)
         for step in range(begin, end):
@@ -268,9 +270,10 @@ def resumed(build, split, steps, folder):
     return found, last
 
 
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(tmp_path):
-    losses, state, _ = train(llama, Fp8Recipe.ROWWISE, steps=4)
-    found, last = resumed(llama, 2, 4, tmp_path)
+@pytest.mark.parametrize("recipe", Fp8Recipe)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(recipe, tmp_path):
+    losses, state, _ = train(llama, recipe, steps=4)
+    found, last = resumed(llama, recipe, 2, 4, tmp_path)
     assert found == losses
     assert all(last[name].equal(state[name]) for name in state)
 
