@@ -35,11 +35,21 @@ class MeasuredCall:
     saved_bytes: int
     """Bytes that autograd saves without a checkpoint, beside parameters and the call's inputs."""
     product_bytes: int
-    """Bytes of the results of matrix products and attention."""
+    """Bytes of the results of matrix products and attention, those of the recomputation."""
+    num_products: int
+    """Number of these products."""
     product_seconds: float
     """Device time of these in the recomputation."""
     recompute_seconds: float
     """Device time of the recomputation, without waits."""
+
+    def without(self, seconds: float) -> MeasuredCall:
+        """The call whose recomputation has ``seconds`` of its attention less to do."""
+        times = {
+            "recompute_seconds": self.recompute_seconds - seconds,
+            "product_seconds": self.product_seconds - seconds,
+        }
+        return dataclasses.replace(self, **times)
 
 
 @dataclasses.dataclass
@@ -162,6 +172,7 @@ class CallMeasurement:
                 recompute_end=record.recompute_end,
                 saved_bytes=record.saved_bytes,
                 product_bytes=record.product_bytes,
+                num_products=len(record.product_times),
                 product_seconds=sum(_seconds_between(*times) for times in record.product_times),
                 recompute_seconds=max(
                     _seconds_between(*record.recompute_times)

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,13 @@ from torch import nn
 
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.offloaded_activations import OffloadStore
-from patrickstar.activations.selective_recomputation import Contexts, OperationMode, SelectiveAttention, keep_products
+from patrickstar.activations.selective_recomputation import (
+    Contexts,
+    NeededProducts,
+    OperationMode,
+    SelectiveAttention,
+    keep_products,
+)
 from patrickstar.module.compiled.door import get_call
 from patrickstar.module.observed_buffers import buffer_places
 
@@ -83,6 +89,7 @@ class CheckpointCalls:
         self._saved: tuple[Saved, ...] = ()
         self._in_last_forward: tuple[Saved, ...] = ()
         self._observer: CallObserver | None = None
+        self._needed: dict[int, NeededProducts] = {}  # by number of the call
         self._num_calls = 0  # in this forward
         self._is_inside = False
         self._hooks: Any = None  # the engine's own on saved tensors
@@ -127,6 +134,10 @@ class CheckpointCalls:
         if self.obstacle and any(kept is not Saved.NOTHING for kept in saved):
             raise ValueError(f"checkpointed calls cannot save activations: {self.obstacle}")
         self._saved = tuple(saved)
+
+    def expect_products(self, needed: Mapping[int, int]) -> None:
+        """Tells how many products recomputations ask for, by number of the call. Later ones correct it."""
+        self._needed = {number: NeededProducts(most) for number, most in needed.items()}
 
     def observe(self, observer: CallObserver | None) -> None:
         """Lets ``observer`` measure the next forwards and their recomputations."""
@@ -185,7 +196,7 @@ class CheckpointCalls:
         name, function = next(iter(bound.arguments.items()))
         contexts: Callable[[], Contexts] | None = None
         if saved is Saved.PRODUCTS and self.sees_operations:
-            contexts = keep_products
+            contexts = functools.partial(keep_products, self._needed.setdefault(number, NeededProducts()))
         elif self._attention is not None and self._attention.serves(_first_of(bound)) and self.sees_operations:
             contexts = self._attention.contexts
         observer = self._observer

@@ -82,10 +82,34 @@ def is_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) 
     return is_one and not any(isinstance(arg, FakeTensor) for arg in args)
 
 
-def keep_products() -> Contexts:
-    """The contexts of a call whose products stay on the device until its backward."""
+class NeededProducts:
+    """Number of a call's products that its recomputation asks for. It ends when autograd has all that it saved, so a
+    layer's last product is not asked for unless a later operation saves it.
+
+    Attributes:
+        most: as many as the last recomputation asked for; None: not known yet, all are kept.
+    """
+
+    def __init__(self, most: int | None = None):
+        self.most = most
+
+    def note(self, *operation: Any) -> bool:
+        """:func:`is_product`; counts those of a recomputation."""
+        is_one = is_product(*operation)
+        self.most = (self.most or 0) + is_one
+        return is_one
+
+
+def keep_products(needed: NeededProducts | None = None) -> Contexts:
+    """The contexts of a call whose ``needed`` products (None: all) stay on the device until its backward."""
     results: list[_Results | None] = []
-    return _Keeping(results, is_product, _kept_on_device), _Recalling(results, is_product)
+    needed = needed or NeededProducts()
+    most = needed.most
+
+    def is_needed(*operation: Any) -> bool:
+        return (most is None or len(results) < most) and is_product(*operation)
+
+    return _Keeping(results, is_needed, _kept_on_device), _RecallingNeeded(results, needed)
 
 
 class ComparedProducts:
@@ -304,3 +328,15 @@ class _Recalling(OperationMode):
         kept, self._results[self._position] = self._results[self._position], None
         self._position += 1
         return kept
+
+
+class _RecallingNeeded(_Recalling):
+    """Mode of the recomputation: notes how many products it needs."""
+
+    def __init__(self, results: list[_Results | None], needed: NeededProducts):
+        super().__init__(results, needed.note)
+        self._needed = needed
+
+    def __enter__(self) -> Any:
+        self._needed.most = 0
+        return super().__enter__()

@@ -28,6 +28,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
+from patrickstar.integrations.colocated_generator import connect_generator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
 from patrickstar.integrations.engine_states import (
     by_step,
@@ -125,6 +126,8 @@ class PatrickStarTrainerMixin:
         # The Trainer's filter would make the launching thread wait for each micro-batch; see training_step.
         self._filters_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False
+        if getattr(self, "vllm_generation", None) is not None:  # of TRL's GRPO, RLOO and distillation
+            connect_generator(self.vllm_generation, lambda: self.engine)
 
     @property
     def engine(self) -> Engine:

@@ -37,7 +37,7 @@ class ShortestStep:
 
     def choose(self, usual: Case) -> Case:
         """Returns the case with the shortest step within the budgets of ``usual``, an engine's case with all of them.
-        More memory never gives a longer step.
+        More memory may give a step that is longer by the simulator's tolerance.
 
         Memory alone determines how many chunks have states on the device (num_device_state_chunks,
         csrc/plan/placement.h), but another number may be faster. With ample ``host_memory``, the next forward waits for

@@ -112,7 +112,8 @@ class StepUses:
             Use(use.call, use.params, use.until, use.begin, use.end, use.seconds - less, [Span(None, peak)], copied)
             for use, peak, less, copied in zip(self.uses, peaks, saved, copies, strict=True)
         ]
-        return dataclasses.replace(self, uses=uses)
+        calls = [call.without(sum(saved[call.recompute_begin : call.recompute_end + 1])) for call in self.calls]
+        return dataclasses.replace(self, uses=uses, calls=calls)
 
 
 class UseRecorder(_C.UseListener):

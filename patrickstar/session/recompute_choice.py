@@ -287,6 +287,7 @@ class RecomputeChoice(NoRecomputeChoice):
         engine, step, ladder, rung = chosen.engine, chosen.step, chosen.ladder, chosen.rung
         saved = ladder.saved(rung)
         self._calls.choose(saved)
+        self._calls.expect_products({call.number: call.num_products for call in step.timed.calls})
         timed = step_with_saved(step.timed, saved)
         is_quadratic = self._measurement.is_quadratic
         size = max(_size_of(shapes, is_quadratic) for shapes in self._first_shapes)

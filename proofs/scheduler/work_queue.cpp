@@ -5,7 +5,7 @@
 
 namespace patrickstar {
 
-WorkQueue::WorkQueue()
+WorkQueue::WorkQueue(ThreadPriority)
     : turn_(Scheduler::get().add([this] { return stopping_ || !tasks_.empty(); })), worker_([this] {
         Scheduler::get().become(turn_);
         work();

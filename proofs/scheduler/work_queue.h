@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "common/event.h"
+#include "common/thread_priority.h"
 
 namespace patrickstar {
 
@@ -19,7 +20,7 @@ struct Need {
 
 class WorkQueue {
  public:
-  WorkQueue();
+  explicit WorkQueue(ThreadPriority priority = ThreadPriority::kUsual);
   ~WorkQueue();
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;

@@ -10,9 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar.activations.activation_rules import Saved
+from patrickstar.activations.call_measurement import CallMeasurement, clock_of
+from patrickstar.activations.checkpoint_calls import CheckpointCalls
+from patrickstar.activations.selective_recomputation import NeededProducts, keep_products
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.models import Case, gpt2, token_batch
+from tests.models import VOCAB, Case, gpt2, lm_loss, token_batch
+from tests.ranks import mixed_models
 from tests.training import assert_same, make_config, relative_error, train, train_plain
 
 NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
@@ -40,17 +44,45 @@ def each_in_turn(engine, step):
     choose(engine, *EVERY_PAIR[step % len(EVERY_PAIR)])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_any_assignment_has_the_same_bits(precision):
-    config = make_config(precision, **SCARCE)
-    chosen = train(DROPPING, config, len(EVERY_PAIR), checkpointing=False, before_step=each_in_turn)
-    assert_same(chosen, train(DROPPING, config, len(EVERY_PAIR), checkpointing=False))
-    assert_same(chosen, train(DROPPING, config, len(EVERY_PAIR)))
+class Plain(nn.Module):
+    """Checkpoints its blocks with PyTorch's function."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(32, VOCAB)
+
+    def gradient_checkpointing_enable(self, _):
+        """Checkpoints its blocks in any case."""
+
+    def forward(self, input_ids, labels):
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
+        return {"loss": lm_loss(self.head(hidden), labels)}
+
+
+MIXTURE = mixed_models.build("Qwen3Moe", "grouped_mm", num_hidden_layers=3, use_cache=False)
+ASSIGNED = {"gpt2": DROPPING, "qwen3-moe": Case(MIXTURE, token_batch), "plain": Case(Plain, token_batch)}
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("gpt2", "fp32"), ("gpt2", "bf16"), ("qwen3-moe", "bf16"), ("plain", "fp32")]
+)
+def test_any_assignment_has_the_same_bits(name, precision):
+    case, config = ASSIGNED[name], make_config(precision, **SCARCE)
+    chosen = train(case, config, len(EVERY_PAIR), checkpointing=False, before_step=each_in_turn)
+    assert_same(chosen, train(case, config, len(EVERY_PAIR), checkpointing=False))
+    assert_same(chosen, train(case, config, len(EVERY_PAIR)))
     offloaded = [report["offloaded_bytes"] for report in chosen.chunk_reports]
     has_left = [after > before for before, after in zip([0, *offloaded], offloaded, strict=False)]
-    assert has_left == [ON_HOST in saved for saved in EVERY_PAIR]
-    if precision == "fp32":
-        plain = train_plain(DROPPING, steps=len(EVERY_PAIR))
+    assert has_left == [name != "plain" and ON_HOST in saved for saved in EVERY_PAIR]  # its tensors are small
+    if name != "qwen3-moe" and precision == "fp32":
+        plain = train_plain(case, steps=len(EVERY_PAIR))
         assert chosen.losses[0] == plain.losses[0]
         assert relative_error(chosen, plain) <= 1e-6
 
@@ -257,3 +289,44 @@ def test_within_a_checkpoint_of_the_user():
         around, config, 3, checkpointing=False, before_step=lambda engine, _: choose(engine, EVERYTHING, ON_HOST)
     )
     assert_same(run, train(around, config, 3, checkpointing=False))
+
+
+def test_products_that_no_recomputation_asks_for_are_not_kept():
+    first, second = torch.randn(2, 8, 8).unbind()
+    made = []
+
+    def call(hidden, squares):
+        product = (hidden @ first).relu() @ second
+        made.append(StorageWeakRef(product.untyped_storage()))
+        return (product * product if squares else product).sum()
+
+    needed = NeededProducts()
+    contexts = functools.partial(keep_products, needed)
+    # The sum saves nothing, so its recomputation ends before the second product; the square saves it.
+    for squares, is_kept, most in [(False, True, 1), (False, False, 1), (True, False, 2), (True, True, 2)]:
+        hidden = torch.randn(8, 8, requires_grad=True)
+        made.clear()
+        loss = checkpoint(call, hidden, squares, use_reentrant=False, context_fn=contexts)
+        assert made[0].expired() is not is_kept
+        (grad,) = torch.autograd.grad(loss, hidden)
+        assert_same_bits(grad, torch.autograd.grad(call(hidden, squares), hidden)[0])
+        assert needed.most == most
+
+
+def test_a_measured_step_tells_which_products_are_needed():
+    class Feeding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+        def forward(self, hidden):
+            return checkpoint(lambda x: x + self.down(self.up(x).relu()), hidden, use_reentrant=False)
+
+    measurement = CallMeasurement(lambda: 0, clock_of(torch.device("cpu")), torch.device("cpu"), lambda _: False, None)
+    module = Feeding()
+    calls = CheckpointCalls(module, None, None)
+    calls.observe(measurement)
+    with calls.running():
+        loss = module(torch.randn(4, 64, requires_grad=True)).sum()
+    loss.backward()
+    assert [call.num_products for call in measurement.finish()] == [1]

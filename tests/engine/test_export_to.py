@@ -1,6 +1,6 @@
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
@@ -37,6 +37,8 @@ def test_buckets_hold_the_exported_weights_while_memory_is_lent(family, tmp_path
     with engine_of(family) as engine:
         with engine.lend():
             buckets = received(engine, bucket_bytes=BUCKET)
+            messages = []
+            engine.export_to(lambda bucket: messages.append(save(dict(bucket))), bucket_bytes=BUCKET)
         expected = exported(engine, tmp_path / "bf16", torch.bfloat16)
         wide = received(engine, dtype=torch.float32, bucket_bytes="1GiB", device="cpu")
         expected_wide = exported(engine, tmp_path / "fp32", torch.float32)
@@ -44,6 +46,7 @@ def test_buckets_hold_the_exported_weights_while_memory_is_lent(family, tmp_path
     for bucket in buckets:
         assert len(bucket) == 1 or sum(value.nbytes for _, value in bucket) <= BUCKET
     assert_same_bits({name: value for bucket in buckets for name, value in bucket}, expected)
+    assert_same_bits({name: value for message in messages for name, value in load(message).items()}, expected)
     assert len(wide) == 1
     assert_same_bits(dict(wide[0]), expected_wide)
 

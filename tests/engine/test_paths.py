@@ -81,6 +81,15 @@ def test_numbers_of_micro_batches_alternate():
     assert share_replayed(counters[2:]) == [1.0] * 4
 
 
+@pytest.mark.parametrize("num_paths", [8, 9])
+def test_eight_paths_are_kept(num_paths):
+    """The path that was taken longest ago goes: of nine in turn each is new again."""
+    paths = ["", "a", "b", "ab", "ba", "A", "B", "AB", "Ba"][:num_paths]
+    counters = train([[path] for path in ["", *paths, *paths]], TIGHT)[2]
+    again = [step["num_plans"] for step in counters[-num_paths:]]
+    assert again == [0 if num_paths == 8 else 1] * num_paths
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_paths_train_as_plain_pytorch(seed):
     """Also more paths than are kept."""

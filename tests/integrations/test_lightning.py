@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from patrickstar import RankFailure, StateError
+from patrickstar.activations.activation_rules import Saved
 from patrickstar.checkpoint import tags
 from patrickstar.integrations.lightning import PatrickStarPrecision, PatrickStarStrategy
 from patrickstar.integrations.lightning.package import pl
@@ -26,6 +28,7 @@ from tests.integrations.lightning_runs import (
     make_trainer,
     relative_error,
 )
+from tests.recomputing import choose_by_fixed_times
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOLERANCE = 1e-6  # relative
@@ -73,6 +76,29 @@ def test_numbers_are_those_of_plain_lightning(tmp_path):
     loaded = Regression.load_from_checkpoint(tmp_path / "ours.ckpt", map_location="cpu")
     saved = torch.load(tmp_path / "ours.ckpt")["state_dict"]
     assert_same_bits(loaded.state_dict(), saved)
+
+
+class Checkpointed(Regression):
+    def forward(self, inputs):
+        for first in range(0, len(self.body), 2):
+            inputs = checkpoint(self.body[first : first + 2], inputs, use_reentrant=False)
+        return inputs
+
+    def on_train_end(self):
+        super().on_train_end()
+        self.saved = self.trainer.strategy.engine._session.checkpoint_calls.saved
+
+
+def test_checkpointed_calls_save_what_pays(monkeypatch):
+    choose_by_fixed_times(monkeypatch.setattr)
+    always, auto = (
+        fit(PatrickStarStrategy({"activations": {"recompute": recompute}}), kind=Checkpointed, max_epochs=1)
+        for recompute in ("always", "auto")
+    )
+    assert set(always.saved) == set()
+    assert set(auto.saved) == {Saved.EVERYTHING}
+    assert auto.losses == always.losses
+    assert_same_bits(auto.state_dict(), always.state_dict())
 
 
 class Thaw(pl.callbacks.BaseFinetuning):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -13,9 +14,10 @@ import patrickstar
 from patrickstar.integrations.transformers import PatrickStarTrainer
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.distributed import run_ranks
+from tests.distributed import run_python, run_ranks
 from tests.integrations.trainer_runs import Tokens, arguments
 from tests.module.test_conversions import build
+from tests.ranks.mixed_models import build as build_family
 from tests.training import make_config
 
 
@@ -93,3 +95,29 @@ def test_two_ranks(tmp_path):
     assert len(files) > 2
     found = {name: value for file in files for name, value in load_file(file).items()}
     assert_same_bits(found, load_file(tmp_path / "initial" / "model.safetensors"))
+
+
+MEMORY_SCRIPT = """
+import sys, patrickstar
+from patrickstar.runtime import initialize_engine
+from tests.peak_memory import PeakMemory
+model = patrickstar.from_pretrained(sys.argv[1])
+numel = sum(p.numel() for p in model.parameters())
+config = {"bf16": {"enabled": True}, "device_memory": "48MiB", "default_chunk_size": 2**20}
+with PeakMemory() as memory:
+    engine, _ = initialize_engine(lambda: model, 0, config)
+print(memory.peak / numel, memory.end / numel)
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_a_folder(tmp_path):
+    """50 M parameters, whose states take 14 bytes each."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 8, "num_hidden_layers": 16}
+    build_family("Qwen3Moe", **sizes)().bfloat16().save_pretrained(tmp_path)
+    done = run_python("-c", MEMORY_SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    peak, held = map(float, done.stdout.splitlines()[-1].split())
+    print(f"bytes per parameter: {peak:.2f} at the peak of loading, {held:.2f} afterwards")
+    assert 4 <= held < 4.2  # moments come with the first step
+    assert peak - held < 0.05 * 14

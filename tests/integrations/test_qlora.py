@@ -168,28 +168,17 @@ def test_what_a_folder_can_be_quantised_to(tmp_path):
 
 
 MEMORY_SCRIPT = """
-import re, sys, threading, time, patrickstar
-from pathlib import Path
+import sys, patrickstar
 from patrickstar.module import adoption
 from patrickstar.runtime import initialize_engine
+from tests.peak_memory import PeakMemory
 adoption._UNIT_BYTES = 2**23  # of 80 MiB, as 512 MiB are of a large model's
-def own():
-    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
 model = patrickstar.from_pretrained(sys.argv[1], quantization="nf4")
 numel = sum(p.numel() for p in model.parameters())
-before, peak, done = own(), 0, threading.Event()
-def watch():
-    global peak
-    while not done.is_set():
-        peak = max(peak, own())
-        time.sleep(0.001)
-watcher = threading.Thread(target=watch)
-watcher.start()
 config = {"bf16": {"enabled": True}, "device_memory": 4_000_000, "default_chunk_size": 2**20}
-engine, _ = initialize_engine(lambda: model.requires_grad_(False), 0, config)
-done.set()
-watcher.join()
-print((peak - before) / numel, (own() - before) / numel)
+with PeakMemory() as memory:
+    engine, _ = initialize_engine(lambda: model.requires_grad_(False), 0, config)
+print(memory.peak / numel, memory.end / numel)
 """
 
 

@@ -3,20 +3,23 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
 from tests.integrations.zoo import (
+    DENSE,
     DIVIDED,
     IMPLEMENTATIONS,
-    KEPT_IN_FLOAT32,
     ROUTES,
     STEPS,
     ZOO,
     refusals,
     vision_families,
 )
+from tests.quant.formulas import dequantized
+from tests.ranks.balancing import BIASED, WITH_LOSS, RouterBiases, build_balanced
 from tests.ranks.mixed_models import FAMILIES, batch, build
 from tests.ranks.ways import SMOOTH_ADAM
 from tests.training import make_config
@@ -43,24 +46,25 @@ def generate(family, model):
 
 def train_plain(family, experts="eager", make=None):
     torch.manual_seed(0)
-    module = (make or build(family, experts))().train()
+    module = (make or build_balanced(family, experts))().train()
     trained = [param for param in module.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, **SMOOTH_ADAM)
     losses = []
     for inputs in batches(family):
         optimizer.zero_grad()
-        loss = module(**inputs, use_cache=False).loss
-        loss.backward()
+        outputs = module(**inputs, use_cache=False)
+        assert (getattr(outputs, "aux_loss", None) is not None) is (make is None and family in WITH_LOSS)
+        outputs.loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(outputs.loss.item())
     return losses, generate(family, module)
 
 
-def train(family, memory, experts="eager", checkpointing=False, make=None):
+def train(family, memory, experts="eager", checkpointing=False, make=None, **options):
     torch.manual_seed(0)
-    config = make_config("fp32", default_chunk_size=1024, device_memory=memory)
+    config = make_config("fp32", default_chunk_size=1024, device_memory=memory, **options)
     config["optimizer"]["params"] = dict(SMOOTH_ADAM)
-    engine, optimizer = initialize_engine(make or build(family, experts), 0, config)
+    engine, optimizer = initialize_engine(make or build_balanced(family, experts), 0, config)
     losses = []
     with engine:
         engine.train()
@@ -93,33 +97,64 @@ def test_family(family):
             assert found[1].equal(tokens), experts
 
 
-@pytest.mark.parametrize("family", ZOO)
-def test_adapters(family):
-    def make():
-        targets = ["q_proj", "v_proj"] if family == "Llama4" else "all-linear"  # its router returns two tensors
-        return get_peft_model(build(family)(), LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+def adapted(family):
+    targets = ["q_proj", "v_proj"] if family == "Llama4" else "all-linear"  # its router returns two tensors
+    return get_peft_model(build(family)(), LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
 
-    losses, tokens = train_plain(family, make=make)
-    found, _ = train(family, TIGHT.get(family, "1MiB"), checkpointing=True, make=make)
+
+def adapted_to_dequantised(family):
+    model = adapted(family)
+    head = model.get_base_model().get_output_embeddings()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and "lora" not in name and module is not head:
+                module.weight.copy_(dequantized(module.weight, "nf4", torch.float32))
+    return model
+
+
+def check_adapters(family, make_plain, **options):
+    losses, tokens = train_plain(family, make=lambda: make_plain(family))
+    found, _ = train(family, TIGHT.get(family, "1MiB"), checkpointing=True, make=lambda: adapted(family), **options)
     assert found[0] == pytest.approx(losses, rel=LOSS)
     assert found[1].equal(tokens)
 
 
-@pytest.mark.parametrize("family", KEPT_IN_FLOAT32)
-def test_routers_stay_in_float32(family):
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*DENSE, *ZOO])
+def test_adapters(family):
+    check_adapters(family, adapted)
+
+
+@pytest.mark.parametrize("family", [*DENSE, *ZOO])
+def test_adapters_of_quantised_bases(family):
+    check_adapters(family, adapted_to_dequantised, quantization={"type": "nf4"})
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_routers_stay_in_float32_and_keep_their_biases(family, tmp_path):
+    """Biases that the loop corrects between steps are saved."""
+    config = make_config("bf16", device_memory="1MiB")
     torch.manual_seed(0)
     seen = []
-    engine, optimizer = initialize_engine(build(family, "grouped_mm"), 0, make_config("bf16", device_memory="1MiB"))
+    engine, optimizer = initialize_engine(build(family, "grouped_mm"), 0, config)
     with engine:
         (router, *_) = [module for module in engine.module.modules() if hasattr(module, "e_score_correction_bias")]
         router.register_forward_hook(lambda _module, _inputs, out: seen.append([value.dtype for value in out]))
+        biases = RouterBiases(engine.module)
         for inputs in batches(family):
             engine.backward(engine(**inputs, use_cache=False).loss)
             optimizer.step()
             optimizer.zero_grad()
+            biases.update()
         assert router.weight.dtype == torch.bfloat16
         assert router.e_score_correction_bias.dtype == torch.float32
+        assert router.e_score_correction_bias.any()
+        state = engine.state_dict()
+        engine.save_checkpoint(tmp_path / "saved")
     assert all(torch.float32 in dtypes and torch.bfloat16 not in dtypes for dtypes in seen) and seen
+    with initialize_engine(build(family), 0, config)[0] as other:
+        other.load_checkpoint(tmp_path / "saved")
+        assert_same_bits(dict(other.state_dict()), dict(state))
 
 
 @pytest.mark.slow

@@ -39,12 +39,11 @@ IMPLEMENTATIONS = ("batched_mm", "grouped_mm")
 """Products of experts that are tried beside ``eager``."""
 ROUTES = [*(family for family in MIXTURES if family != "Llama4"), "Qwen3VLMoe", "Qwen3_5Moe"]
 """Families whose experts' implementation can be chosen."""
-KEPT_IN_FLOAT32 = ["DeepseekV3", "Glm4Moe"]
-"""Families whose routers compute in float32."""
-ADAPTED = ["Llama"]
-"""Further families whose adapters are tried, in test_peft.py."""
-QUANTIZED = ["Llama"]
-"""Families whose quantised bases are tried, in test_qlora.py."""
+DENSE = ["Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi3", "Olmo2", "Glm4"]
+"""Dense decoders that are tried with adapters."""
+ADAPTED = ["Llama", *DENSE, *ZOO]
+"""Families whose adapters are tried, beside 16-bit bases and quantised ones; Llama's in test_peft.py and test_qlora.py.
+"""
 DIVIDED = {"sequences": {"sequence_parallel": {"size": 2}}, "matrices": {"tensor_parallel": {"rows": 1, "columns": 2}}}
 """Options with which several ranks share an image's batch."""
 

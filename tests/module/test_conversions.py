@@ -19,46 +19,19 @@ from patrickstar.module import pretrained
 from patrickstar.module.conversions import ModelValues
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.ranks.mixed_models import EXPERTS, MIXTURES, TEXT, VISION_MODELS
+from tests.integrations.zoo import ZOO
+from tests.ranks.mixed_models import MIXTURES, TEXT
+from tests.ranks.mixed_models import build as build_family
 
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
-MORE = {
-    "Glm4Moe": {**ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
-    "Qwen3Next": {**EXPERTS, **LINEAR, "shared_expert_intermediate_size": 16, "num_hidden_layers": 4},
-    "Llama4": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48},
-    "Jamba": {
-        **MAMBA,
-        "num_experts": 4,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_offset": 0,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    },
-    "GraniteMoeHybrid": {
-        **MAMBA,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 16,
-        "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_n_groups": 1,
-    },
-    "HrmText": {"num_key_value_heads": 4},
-}
-TEXT_CONFIGS = {"Llama4": "Llama4TextConfig"}
-FAMILIES = [*MIXTURES, *MORE, "Qwen3VLMoe", "Llava"]
+FAMILIES = [*dict.fromkeys([*MIXTURES, *ZOO]), "HrmText"]
 
 
 def build(family, **changes):
     """A model of random values in all tensors."""
-    fields = VISION_MODELS[family][0] if family in VISION_MODELS else {**TEXT, **(MIXTURES | MORE)[family], **changes}
-    config = getattr(transformers, TEXT_CONFIGS.get(family, f"{family}Config"))(**fields)
-    suffix = "ForConditionalGeneration" if family in VISION_MODELS else "ForCausalLM"
-    model = getattr(transformers, family + suffix)(config)
+    if family == "HrmText":
+        model = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**{**TEXT, "num_key_value_heads": 4}))
+    else:
+        model = build_family(family, **changes)()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for tensor in model.state_dict().values():

@@ -109,6 +109,7 @@ def test_the_longest_that_fits(capsys, llama):
     one, shared = found["longest"]
     assert (one["sequence_parallel"], shared["sequence_parallel"]) == (1, 2)
     assert found["batch_size"] == 1 and found["seq_len"] == shared["seq_len"]
+    assert set(found["saved_by_calls"]) <= {"nothing"}  # which makes it the longest
     assert shared["seq_len"] == pytest.approx(2 * one["seq_len"], rel=0.05)
     for flags, length in ((two[:2], one["seq_len"]), (two, shared["seq_len"])):
         assert length % 1024 == 0
@@ -124,6 +125,7 @@ def test_the_longest_that_fits(capsys, llama):
 def test_positions_in_a_table_are_a_limit(capsys):
     found = as_json(capsys, "--model", "gpt2", "--longest", "--host-memory", "8GiB", "--no-advice")
     assert found["seq_len"] == 1024
+    assert set(found["saved_by_calls"]) == {"everything"}  # this length leaves room
     assert "has 1024 positions" in run(capsys, "--model", "gpt2", "--seq-len", "2048", expect=2).err
 
 

@@ -141,6 +141,12 @@ def test_attention_that_is_kept():
     print(counts, seconds)
     assert counts[0] < counts[-1] == LAYERS and counts == sorted(counts)
     assert seconds == pytest.approx([count / LAYERS * seconds[-1] for count in counts])
+    calls = uses.with_activation_levels(first, activation_levels).calls
+    for before, after in zip(uses.calls, calls, strict=True):  # what is kept is no more to be gained by saving products
+        assert before.recompute_seconds - after.recompute_seconds == pytest.approx(seconds[-1] / LAYERS)
+        assert before.product_seconds - after.product_seconds == pytest.approx(seconds[-1] / LAYERS)
+        assert after.recompute_seconds > after.product_seconds > 0
+    assert len(calls) == LAYERS
     assert traced()[0].leaving(dataclasses.replace(ample, seen=first.seen)).kept_calls == 0
 
 

@@ -22,6 +22,7 @@ from patrickstar.planning.recomputation import (
     SavedLimit,
     choose_roughly,
     choose_rung,
+    placed_step,
     predicted_seconds,
     steady_seconds,
     step_with_saved,
@@ -31,7 +32,7 @@ from patrickstar.planning.timeline import TimedTimeline, make_timeline
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
 from tests.models import VOCAB, llama
-from tests.training import make_config
+from tests.training import make_host_config
 
 LAYERS = 4
 NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
@@ -47,7 +48,7 @@ CHOICES = [
 def opened():
     torch.manual_seed(0)
     build = functools.partial(llama, hidden=64, layers=LAYERS, length=64)
-    engine, optimizer = initialize_engine(build, 0, make_config("bf16", default_chunk_size=4096))
+    engine, optimizer = initialize_engine(build, 0, make_host_config("bf16", default_chunk_size=4096))
     tokens = torch.randint(0, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
 
     def step(before_update=lambda: None):
@@ -222,29 +223,67 @@ def test_rungs_that_cannot_be_worth_it_are_not_simulated(link_seconds, most):
     assert len(predictor.played) <= most
 
 
-def test_more_memory_never_gives_a_longer_step(first):
+def placed_engine(first, host_params_per_second=1e7, recompute_seconds=5e-4, product_seconds=3e-4):
+    """An engine whose link carries 0.05 GB/s, and a measured step of it with these times."""
     step, layout, (budget, host_bytes, tiers) = first
     rates = _C.Rates()
     rates.upload_gbps = rates.download_gbps = 0.05
-    rates.host_adam_params_per_second = 1e7
+    rates.host_adam_params_per_second = host_params_per_second
     rates.device_adam_params_per_second = 1e9
-    calls = [dataclasses.replace(call, recompute_seconds=5e-4, product_seconds=3e-4) for call in step.timed.calls]
+    times = {"recompute_seconds": recompute_seconds, "product_seconds": product_seconds}
+    calls = [dataclasses.replace(call, **times) for call in step.timed.calls]
     timed = dataclasses.replace(step.timed, seconds=[1e-4] * len(step.timed.seconds), calls=calls)
-    step = MeasuredStep(timed=timed, rates=rates)
     engine = PlacedEngine(
         layout=layout, budget=budget, host_bytes=host_bytes, resting_tiers=[_C.Tier.HOST] * len(tiers),
         has_device_states=True, start=_C.UpdateStart.SPECULATIVE,
     )  # fmt: skip
-    ladder, best, rungs = Ladder(LAYERS, has_products=True), [], []
-    for limit in (1_000_000, 1_500_000, 2_000_000, 3_000_000, 4_000_000):
-        budget.limit_bytes = limit
-        chosen = choose_rung(
-            ladder.top, lambda rungs: [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
-        )
-        rungs.append(chosen.rung)
-        best.append(chosen.tried[chosen.rung])
+    return engine, MeasuredStep(timed=timed, rates=rates)
+
+
+def chosen_within(engine, step, limit_bytes):
+    ladder = Ladder(LAYERS, has_products=True)
+    engine.budget.limit_bytes = limit_bytes
+    return choose_rung(
+        ladder.top, lambda rungs: [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
+    )
+
+
+def test_more_memory_never_gives_a_longer_step(first):
+    """Up to the 1 % within which steps count as equal (WORTH_SAVING)."""
+    engine, step = placed_engine(first)
+    limits = (1_000_000, 1_500_000, 2_000_000, 3_000_000, 4_000_000)
+    choices = [chosen_within(engine, step, limit) for limit in limits]
+    best = [choice.tried[choice.rung] for choice in choices]
     assert all(later <= earlier * 1.01 for earlier, later in zip(best, best[1:], strict=False))
-    assert rungs[-1] == ladder.top
+    assert choices[-1].rung == 2 * LAYERS
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"recompute_seconds": 1e-4, "product_seconds": 5e-5},  # a rung saves less than 1 % of the step
+        {"host_params_per_second": 1e4},  # an update on the host takes longer than what a rung saves
+    ],
+    ids=["chunks for little", "chunks that take long"],
+)
+def test_if_all_fits_but_one_chunk_activations_give_way(first, times):
+    engine, step = placed_engine(first, **times)
+    ladder, num_chunks = Ladder(LAYERS, has_products=True), engine.layout.num_chunks
+
+    def num_states_on_device(limit_bytes, rung):
+        engine.budget.limit_bytes = limit_bytes
+        with placed_step(engine, step_with_saved(step.timed, ladder.saved(rung))) as placed:
+            return sum(placed.on_device)
+
+    scarce, ample = 0, 2**26
+    while ample - scarce > 1:
+        limit = (scarce + ample) // 2
+        scarce, ample = (scarce, limit) if num_states_on_device(limit, ladder.top) == num_chunks else (limit, ample)
+    assert num_states_on_device(scarce, ladder.top) == num_chunks - 1
+    choice = chosen_within(engine, step, scarce)
+    print([engine.layout.chunk(index)["numel"] for index in range(num_chunks)], choice)
+    assert num_states_on_device(scarce, choice.rung) == num_chunks
+    assert choice.rung >= ladder.top - 2
 
 
 def test_one_time_costs_of_a_first_step_do_not_count(first):

@@ -247,12 +247,12 @@ _COUNTED_TYPES = ("Gemma3", "PaliGemma")
 
 
 def build(family: str, experts: str = "eager", **changes: Any) -> Callable[[], nn.Module]:
-    """``changes``: fields of the configuration."""
+    """``family``: one of FAMILIES, or a dense decoder. ``changes``: fields of the configuration."""
     import transformers
 
     def make() -> nn.Module:
         own = {**MIXTURES, **OTHERS}
-        fields = VISION_MODELS[family][0] if family in VISION_MODELS else {**TEXT, **own[family]}
+        fields = VISION_MODELS[family][0] if family in VISION_MODELS else {**TEXT, **own.get(family, {})}
         part = "TextConfig" if family in _TEXT_CONFIGS else "Config"
         config = getattr(transformers, family + part)(**copy.deepcopy({**fields, **changes}))
         config._experts_implementation = experts

@@ -30,7 +30,7 @@ DIVISIBLE = [family for family in MIXTURES if family != "Llama4"]  # its experts
 
 
 def test_experts_on_two_of_four_ranks():
-    check([FAMILY, "GptOss"], 4, 1, True, settings=PARALLEL)
+    check([FAMILY, "GptOss", "DeepseekV3"], 4, 1, True, settings=PARALLEL)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.ranks.mixed_models import FAMILIES, batch, build
+from tests.ranks.balancing import RouterBiases, build_balanced
+from tests.ranks.mixed_models import FAMILIES, batch
 from tests.ranks.runs import rank_and_size
 from tests.ranks.ways import SMOOTH_ADAM
 from tests.training import make_config
@@ -36,8 +37,8 @@ def train_families(
         options = {"default_chunk_size": 1024, "device_memory": memory, "rank_timeout_seconds": 30}
         config = make_config("fp32", **options, **settings)
         config["optimizer"]["params"] = dict(SMOOTH_ADAM)
-        engine, optimizer = initialize_engine(build(family), 0, config)
-        losses = []
+        engine, optimizer = initialize_engine(build_balanced(family), 0, config)
+        biases, losses = RouterBiases(engine.module), []
         with engine:
             engine.train()
             if checkpointing:
@@ -49,6 +50,7 @@ def train_families(
                     engine.backward(loss / accumulate)
                     losses.append(loss.item())
                 optimizer.step()
+                biases.update(dist.all_reduce)
             report = engine.report()
             found.append({"losses": losses, "state": engine.state_dict(), "replayed": report["num_replayed_accesses"]})
     dist.barrier()
@@ -58,7 +60,8 @@ def train_families(
 
 def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    module = build(family)().train()
+    module = build_balanced(family)().train()
+    biases = RouterBiases(module)
     optimizer = torch.optim.AdamW(module.parameters(), **SMOOTH_ADAM)
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
     for step in range(NUM_STEPS):
@@ -69,6 +72,7 @@ def train_plain(family: str, num_ranks: int, accumulate: int) -> tuple[list[list
                 (loss / (num_ranks * accumulate)).backward()
                 losses[rank].append(loss.item())
         optimizer.step()
+        biases.update()
     return losses, {name: value.detach() for name, value in module.state_dict().items()}
 
 

@@ -13,8 +13,10 @@ from tests.training import make_config
 LAYERS = 4
 
 
-def train(recompute, sizes, options):
-    """Losses, and what calls saved in each step. ``sizes``: rows and tokens by step and rank."""
+def train(recompute, sizes, options, levels=()):
+    """Losses, and what calls saved in each step. ``sizes``: rows and tokens by step and rank. ``levels``: what calls
+    are told to save, each another, in turn.
+    """
     choose_by_fixed_times()
     if "delays" in options:
         update_slower_beside_steps()
@@ -29,7 +31,11 @@ def train(recompute, sizes, options):
         rank = torch.distributed.get_rank()
         generator = torch.Generator().manual_seed(0 if options else rank)
         losses, saved = [], []
-        for by_rank in sizes:
+        for index, by_rank in enumerate(sizes):
+            if levels:
+                engine._session.checkpoint_calls.choose(
+                    [levels[(index + number) % len(levels)] for number in range(LAYERS)]
+                )
             tokens = torch.randint(0, VOCAB, by_rank[rank], generator=generator)
             loss = engine(input_ids=tokens, labels=tokens)["loss"]
             engine.backward(loss)
@@ -49,6 +55,9 @@ def test_ranks_with_uneven_batches_choose_alike():
     assert saved[0] == saved[1] == saved[2]
     assert Saved.NOTHING.value not in saved[0]
     assert saved[3] == saved[4] != saved[2]  # one rank's forward is twice as large as any before
+    forced = run_ranks(2, train, "always", sizes, {}, tuple(Saved))
+    assert [losses for losses, _ in forced] == [losses for losses, _ in always]
+    assert all(set(saved) == {kept.value for kept in Saved} for _, by_step in forced for saved in by_step)
 
 
 SHARED = {
