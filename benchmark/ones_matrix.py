@@ -32,6 +32,7 @@ from patrickstar.ones import (
     simulate,
 )
 from patrickstar.ones.policies.ones import Ones
+from patrickstar.ones.pools import total
 from patrickstar.ones.report import mean_and_interval
 
 OURS, TRUTH, POLLUX, SIA, TIRESIAS = "ones", "ones-true-lengths", "pollux-like", "sia-like", "tiresias"
@@ -53,7 +54,8 @@ def _simulated(cell: _Cell, pools: Mapping[str, Cluster], earlier_jobs: int) -> 
     trace = make_trace(mix, seed, resize_s=resize_s)
     if len(pools) > 1:
         trace = on_types(trace, list(pools))
-    policy = make_policy(name, seed, make_history(mix, seed, earlier_jobs) if earlier_jobs else ())
+    past = make_history(mix, seed, earlier_jobs, total(pools), resize_s) if earlier_jobs else ()
+    policy = make_policy(name, seed, past)
     result = simulate(trace, policy, pools)
     found = dataclasses.asdict(figures(result))
     if isinstance(policy, Ones):

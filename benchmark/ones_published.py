@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from patrickstar.ones import Cluster, Policy, TraceJob, figures, make_policy, make_trace, simulate
-from patrickstar.ones.mixes import GPUS_PER_NODE, HISTORY_SEED, past_job
+from patrickstar.ones.earlier_jobs import HISTORY_SEED, measured_history
+from patrickstar.ones.mixes import GPUS_PER_NODE
 from patrickstar.ones.policies.ones_published import OnesPublished, StartSize
 from patrickstar.ones.policies.progress import ProgressModel
 from patrickstar.ones.report import mean_and_interval
 from patrickstar.ones.traces import Curve
 
+CLUSTER = Cluster(64)
 RIVALS = ("tiresias", "optimus", "fifo")
 _Change = Callable[[TraceJob], TraceJob]
 
@@ -78,7 +80,7 @@ class Case:
 
     def published(self, seed: int) -> Policy:
         """ONES, with 20 earlier jobs under the same assumptions."""
-        past = tuple(past_job(item) for item in self.trace(seed + HISTORY_SEED, self.resize_s, 20))
+        past = measured_history(self.trace(seed + HISTORY_SEED, self.resize_s, 20), CLUSTER)
         return OnesPublished(ProgressModel(seed, past), seed, self.start)
 
 
@@ -100,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     seeds = range(parser.parse_args(arguments).seeds)
-    cluster = Cluster(64)
     print(f"mean JCT in s, {len(seeds)} seeds\n{'':<72}{'ones-published':>18}" + "".join(f"{n:>18}" for n in RIVALS))
     for case in CASES:
         runs = {"ones-published": [(case.trace(seed, case.resize_s), case.published(seed)) for seed in seeds]}
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs[name] = [(case.trace(seed, 5.0), make_policy(name, seed)) for seed in seeds]
         line = f"{case.says:<72}"
         for pairs in runs.values():
-            mean, half = mean_and_interval([figures(simulate(*pair, cluster)).mean_jct_s for pair in pairs])
+            mean, half = mean_and_interval([figures(simulate(*pair, CLUSTER)).mean_jct_s for pair in pairs])
             line += f"{mean:.0f} ±{half:.0f}".rjust(18)
         print(line, flush=True)
     return 0

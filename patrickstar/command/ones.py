@@ -160,8 +160,8 @@ def _simulate(options: argparse.Namespace) -> int:
     for cost in options.resize_s or (None,):
         found: dict[str, list[Result]] = {name: [] for name in options.policies}
         for seed, trace in zip(options.seeds, traces, strict=True):
-            past = make_history(options.mix, seed)
             jobs = trace if cost is None else with_resize_s(trace, cost)
+            past = make_history(options.mix, seed, cluster=total(pools), resize_s=jobs[0].job.resize_s)
             for name in options.policies:
                 found[name].append(simulate(jobs, make_policy(name, seed, past), pools))
                 if options.json:

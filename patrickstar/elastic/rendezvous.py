@@ -234,7 +234,7 @@ class Rendezvous:
         them if this process ends before it has invited them.
 
         Raises:
-            ResizeError: they did not arrive within the timeout.
+            ResizeError: they did not arrive within the timeout, or one has ended before.
         """
         deadline = time.monotonic() + timeout_seconds
         heartbeats: dict[int, Heartbeat] = {}
@@ -245,14 +245,20 @@ class Rendezvous:
                     f"{num_joining} processes were to join and {len(alive)} came within {timeout_seconds:g} s; start "
                     "them with patrickstar.elastic.join, or resize to fewer ranks"
                 )
-            alive = []
-            for number in range(1, self._store.add("arrived", 0) + 1):
+            alive, ended = [], []
+            for number in range(1, self._store.add("announced", 0) + 1):
                 if self._store.check([f"taken/{number}"]):
                     continue
                 if number not in heartbeats:
                     heartbeats[number] = Heartbeat(self._base, number)
-                if heartbeats[number].look() is Life.BEATING:
+                if self._store.check([f"ended/{number}"]):
+                    ended.append(number)
+                elif heartbeats[number].look() is Life.BEATING and self._store.check([f"member/{number}"]):
                     alive.append(number)
+            for number in ended:
+                self.withdraw(number)
+            if ended and len(alive) < num_joining:
+                raise ResizeError(f"process {ended[0]} that was to join: its process has ended; see its output")
             time.sleep(_POLL_SECONDS)
         chosen = alive[:num_joining]
         for number in chosen:
@@ -274,7 +280,7 @@ class Rendezvous:
     def send_all_away(self, why: str) -> None:
         """Refuses all joining processes that wait now and that no leader has gathered."""
         with contextlib.suppress(dist.DistError):
-            numbers = range(1, self._store.add("arrived", 0) + 1)
+            numbers = range(1, self._store.add("announced", 0) + 1)
             waiting = [number for number in numbers if not self._store.check([f"taken/{number}"])]
             for number in waiting:
                 self._store.set(f"taken/{number}", "1")
@@ -308,11 +314,20 @@ class Rendezvous:
 
     # A joining process.
 
-    def arrive(self, description: Mapping[str, Any]) -> int:
+    def announce(self) -> int:
         """Announces a joining process; returns its number. It must start a heartbeat (:meth:`beating`)."""
-        number = self._store.add("arrived", 1)
-        self._store.set(f"member/{number}", json.dumps(description))
+        number = self._store.add("announced", 1)
+        self._base.set_at_end(f"{_PREFIX}/ended/{number}", "1")
         return number
+
+    def arrive(self, number: int, description: Mapping[str, Any]) -> None:
+        """An announced process is ready for an invitation."""
+        self._store.set(f"member/{number}", json.dumps(description))
+
+    def withdraw(self, number: int) -> None:
+        """An announced process joins no resize any more. A store that is gone is no error."""
+        with contextlib.suppress(dist.DistError):
+            self._store.set(f"taken/{number}", "1")
 
     def invitation(self, number: int, timeout_seconds: float) -> dict[str, Any]:
         """Waits for the invitation.

@@ -7,8 +7,9 @@
 docs/guides/ones.md describes the scope. It needs only numpy, and matplotlib for pictures.
 """
 
+from patrickstar.ones.earlier_jobs import make_history
 from patrickstar.ones.jobs import BatchRule, Cluster, Job, JobState, StepTime, Throughput, check_fits
-from patrickstar.ones.mixes import MIXES, TYPED_POOLS, make_history, make_trace, on_types
+from patrickstar.ones.mixes import MIXES, TYPED_POOLS, make_trace, on_types
 from patrickstar.ones.policies import POLICIES, Grant, PastJob, Policy, Sizes, make_policy
 from patrickstar.ones.public_traces import PublicFormat, read_public_trace
 from patrickstar.ones.report import Figures, draw_gantt, draw_jcts, figures, table

@@ -55,14 +55,19 @@ def fitted_throughput(
     return _throughput(sample_s, pass_s, _mean(within) if within else min(expected.within, node), node, max_micro_batch)
 
 
-def scaling_of(measured: Sequence[StepTime], base_batch: int, max_micro_batch: int) -> Scaling | None:
-    """The scaling of a job that was measured on one GPU, several, and several nodes; None for others."""
-    has_all = {1, 2} <= {min(step.num_nodes, 2) for step in measured} and len({s.num_gpus for s in measured}) > 2
-    if not has_all:
-        return None
+def scaling_of(
+    measured: Sequence[StepTime], base_batch: int, max_micro_batch: int
+) -> tuple[float | None, float | None]:
+    """``within`` and ``between`` of a job's :class:`Scaling`; None for what it was not measured on. A job that was not
+    measured on one GPU has neither.
+    """
+    sizes = {(step.num_gpus, step.num_nodes > 1) for step in measured}
+    if (1, False) not in sizes:
+        return None, None
     fitted = fitted_throughput(measured, base_batch, max_micro_batch)
     base_s = fitted.sample_s * base_batch
-    return Scaling(fitted.sync_s / base_s, fitted.node_sync_s / base_s)
+    within = fitted.sync_s / base_s if any(num > 1 and not is_far for num, is_far in sizes) else None
+    return within, fitted.node_sync_s / base_s if any(is_far for _, is_far in sizes) else None
 
 
 def _throughput(sample_s: float, pass_s: float, sync_s: float, node_sync_s: float, max_micro_batch: int) -> Throughput:

@@ -12,15 +12,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from patrickstar.ones.jobs import BatchRule, Cluster, Job, Throughput
-from patrickstar.ones.measurements import Scaling
-from patrickstar.ones.policies.past import EpochRecord, PastJob
+from patrickstar.ones.jobs import Cluster, Job, Throughput
 from patrickstar.ones.traces import Curve, TraceJob
 
 GPUS_PER_NODE = 4
 """Nodes in which a job's length is defined."""
-HISTORY_SEED = 10**6
-"""Added to the seed of a trace, for the jobs that ended before it."""
 _DAY_S = 3600.0  # of the diurnal mix
 
 
@@ -219,32 +215,4 @@ def on_types(trace: Sequence[TraceJob], kinds: Sequence[str]) -> tuple[TraceJob,
             )
     return tuple(
         dataclasses.replace(item, speeds={kind: speeds[item.job.workload][kind] for kind in kinds}) for item in trace
-    )
-
-
-def make_history(mix: str, seed: int, num_jobs: int = 20) -> tuple[PastJob, ...]:
-    """Jobs that ended before the trace, drawn with a separate seed; they ran as requested. The artifact has 20."""
-    return tuple(past_job(item) for item in make_trace(mix, seed + HISTORY_SEED, num_jobs))
-
-
-def past_job(item: TraceJob) -> PastJob:
-    """The record of a job that ran as requested."""
-    job = item.job
-    worth = float(job.efficiency(job.batch_size(job.requested_gpus, BatchRule.CONFIGURED, GPUS_PER_NODE)))
-    seen = item.samples / worth / job.epoch_samples
-    records = []
-    for epoch in range(1, math.ceil(min(seen, 200))):
-        loss, accuracy = item.measured(epoch / seen * item.samples, epoch)
-        records.append(
-            EpochRecord(
-                epoch_samples=job.epoch_samples, initial_loss=item.initial_loss, loss=loss, accuracy=accuracy,
-                epochs_seen=epoch, progress_seen=epoch / seen,
-            )
-        )  # fmt: skip
-    speed, base_s = job.throughput, job.throughput.sample_s * job.base_batch
-    return PastJob(
-        length_s=item.samples / job.reference_goodput(GPUS_PER_NODE),
-        scaling=Scaling(speed.sync_s / base_s, speed.node_sync_s / base_s),
-        noise_ratio=job.noise_scale / job.base_batch,
-        epochs=tuple(records),
     )

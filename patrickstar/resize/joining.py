@@ -58,10 +58,12 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
     meeting = options.meeting_place()
     allowed = AllowedHosts.around(meeting.host)
     prepare_to_receive(session)
-    options.note_phase(ResizePhase.GATHER)
-    number = meeting.arrive(description(session, options.user_state))
+    number = meeting.announce()
     with contextlib.ExitStack() as until_joined:
         with meeting.beating(number), contextlib.ExitStack() as unless_joined:
+            unless_joined.callback(meeting.withdraw, number)
+            options.note_phase(ResizePhase.GATHER)
+            meeting.arrive(number, description(session, options.user_state))
             options.note_phase(ResizePhase.PUBLISH)
             invitation = read_invitation(meeting.invitation(number, options.timeout_seconds), number, allowed)
             plan, keys = invitation.plan, invitation.plan.keys(options)

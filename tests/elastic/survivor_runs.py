@@ -66,12 +66,11 @@ def survive(
     shards: str = "/dev/shm",
     precision: str = "fp32",
     global_batch: int = GLOBAL_BATCH,
-    timeout_seconds: float = 3000.0,
 ) -> dict[str, Any]:
     """Runs one process of a run; ``kills`` gives the step and the point at which some processes die, ``plan`` orders by
     step, ``kill_in`` a process that dies in a phase of the first resize. ``checkpoint`` is a folder for checkpoints
     after each step. Each finished step is a line in a file of ``log``. Timeouts are longer than any test, so that a
-    wait for a lost process does not end by one, except ``timeout_seconds`` of a resize where it is given.
+    wait for a lost process does not end by one.
     """
     number = int(os.environ["RANK"])
     shards = shards.format(number)
@@ -92,7 +91,7 @@ def survive(
         look_seconds=1e-9,
         redundancy=redundancy,
         rendezvous=address,
-        resize_options={"folder": shards, "timeout_seconds": timeout_seconds, "note_phase": note},
+        resize_options={"folder": shards, "timeout_seconds": 3000.0, "note_phase": note},
     )
     result: dict[str, Any] = {"attempts": [], "end": None}
     written = Path(log, str(number))

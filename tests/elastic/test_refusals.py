@@ -142,11 +142,17 @@ def test_ranks_that_budgets_cannot_hold_are_refused_before_anything_moves(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def arrived(rendezvous):
+    number = rendezvous.announce()
+    rendezvous.arrive(number, {})
+    return number
+
+
 def test_a_gathered_process_and_its_leader_notice_at_once_that_the_other_ends():
     store = serve_rendezvous("127.0.0.1", 0)
     address = f"127.0.0.1:{store.port}"
     leader, joining, late = (Rendezvous.at(address, timeout_seconds=3600) for _ in range(3))
-    number, dies = joining.arrive({}), late.arrive({})
+    number, dies = arrived(joining), arrived(late)
     with joining.beating(number):
         with late.beating(dies):
             assert leader.gather(2, 3600).keys() == {number, dies}
@@ -157,13 +163,27 @@ def test_a_gathered_process_and_its_leader_notice_at_once_that_the_other_ends():
         assert joining.invitation(number, 3600) == {REFUSAL: "the rank that leads has ended"}
 
 
+def test_a_process_that_ends_before_it_is_gathered_ends_the_wait_for_it():
+    """One that gives up by itself does not, and the death of one counts once."""
+    store = serve_rendezvous("127.0.0.1", 0)
+    leader, other, dies, gives_up = (Rendezvous.at(f"127.0.0.1:{store.port}", timeout_seconds=3600) for _ in range(4))
+    number, lives = dies.announce(), arrived(other)
+    gives_up.withdraw(gives_up.announce())
+    for one in (dies, gives_up):
+        one.store._connection.interrupt()  # as the system does for a killed process
+    with other.beating(lives):
+        with pytest.raises(ResizeError, match=f"process {number} that was to join: its process has ended"):
+            leader.gather(2, 3600)
+        assert leader.gather(1, 3600).keys() == {lives}
+
+
 def test_processes_that_wait_to_join_are_sent_away_once():
     store = serve_rendezvous("127.0.0.1", 0)
     leader, joining = (Rendezvous.at(f"127.0.0.1:{store.port}") for _ in range(2))
-    first = joining.arrive({})
+    first = arrived(joining)
     leader.send_all_away("a rank was lost")
     assert joining.invitation(first, 60) == {REFUSAL: "a rank was lost"}
-    second = joining.arrive({})
+    second = arrived(joining)
     leader.invite(second, {"plan": {}})
     leader.send_away([first, second], "given up")  # after the invitation
     assert joining.invitation(first, 60) == {REFUSAL: "a rank was lost"}

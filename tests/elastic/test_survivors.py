@@ -277,11 +277,10 @@ FEW_IN_A_RESIZE = [
     (LEADER, ResizePhase.PUBLISH),
     (LEADER, ResizePhase.OPEN),
     (MEMBER, ResizePhase.BUILD),
+    (JOINING, ResizePhase.GATHER),
     (JOINING, ResizePhase.CHECK),
     (JOINING, ResizePhase.CLOSE),
 ]
-NOT_YET_GATHERED = [(JOINING, ResizePhase.GATHER), (JOINING, ResizePhase.PUBLISH)]
-"""Deaths of a joining process for which another one may come, until the resize's timeout."""
 
 
 def check_resize(victim, phase, folder):
@@ -290,8 +289,6 @@ def check_resize(victim, phase, folder):
     """
     (folder / "shards").mkdir()
     options = {"num_joining": 1, "plan": {2: 3}, "kill_in": (victim, phase), "shards": str(folder / "shards")}
-    if (victim, phase) in NOT_YET_GATHERED:
-        options["timeout_seconds"] = 3.0
     outcomes = outcomes_of(2, {}, folder / "log", **options)
     assert outcomes[victim].returncode == -signal.SIGKILL, outcomes[victim].output
     values = [outcome.value for number, outcome in enumerate(outcomes) if number != victim]

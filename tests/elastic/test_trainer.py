@@ -1,8 +1,10 @@
+import signal
+
 import pytest
 import torch
 
 from patrickstar import StateError
-from patrickstar.elastic import serve_rendezvous
+from patrickstar.elastic import ResizePhase, serve_rendezvous
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainer, ElasticTraining
 from tests.distributed import rank_outcomes, run_ranks
@@ -155,9 +157,12 @@ def test_prepared_data_loaders_keep_their_ranks():
     accelerator.free_memory()
 
 
+TWO_RANKS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
 def check_death(plain, number, num_steps, folder):
     store = serve_rendezvous("127.0.0.1", 0)
-    first = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **store.environment}
+    first = TWO_RANKS | store.environment
     outcomes = rank_outcomes(
         2, follow_orders, f"127.0.0.1:{store.port}", {}, str(folder), None, None, GLOBAL_BATCH, (number, num_steps),
         environment=lambda _: first, timeout_seconds=100,
@@ -180,3 +185,37 @@ def test_a_killed_rank_costs_the_trainer_one_step(plain, tmp_path):
 @pytest.mark.parametrize("num_steps", [0, 1, STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH])
 def test_a_rank_is_killed_in_any_step(plain, number, num_steps, tmp_path):
     check_death(plain, number, num_steps, tmp_path)
+
+
+LEADER, MEMBER, JOINING = 0, 1, 2
+IN_A_RESIZE = [(victim, phase) for victim in (LEADER, MEMBER, JOINING) for phase in ResizePhase]
+FEW_IN_A_RESIZE = [(LEADER, ResizePhase.CLOSE), (JOINING, ResizePhase.BUILD)]
+
+
+def check_death_in_a_resize(plain, victim, phase, folder):
+    """Two ranks become three after three steps, when one of the processes dies."""
+    store = serve_rendezvous("127.0.0.1", 0)
+    outcomes = rank_outcomes(
+        3, follow_orders, f"127.0.0.1:{store.port}", {3: 3}, str(folder), None, None, GLOBAL_BATCH, None,
+        (victim, phase),
+        environment=lambda number: store.environment | (environment(number) if number == JOINING else TWO_RANKS),
+        timeout_seconds=200,
+    )  # fmt: skip
+    assert outcomes[victim].returncode == -signal.SIGKILL, outcomes[victim].output
+    old = [outcome for number, outcome in enumerate(outcomes[:JOINING]) if number != victim]
+    assert all(outcome.returncode == 0 for outcome in old), old
+    for outcome in old:
+        check_against(plain, outcome.value)
+        assert outcome.value["counted"] == plain["steps"]
+    check_samples(plain, [outcome.value for outcome in outcomes if outcome.value is not None], range(3, plain["steps"]))
+
+
+@pytest.mark.parametrize(("victim", "phase"), FEW_IN_A_RESIZE, ids=str)
+def test_the_trainer_survives_a_kill_within_a_resize(plain, victim, phase, tmp_path):
+    check_death_in_a_resize(plain, victim, phase, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "phase"), [case for case in IN_A_RESIZE if case not in FEW_IN_A_RESIZE], ids=str)
+def test_the_trainer_survives_a_kill_in_any_phase(plain, victim, phase, tmp_path):
+    check_death_in_a_resize(plain, victim, phase, tmp_path)

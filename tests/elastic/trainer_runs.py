@@ -18,6 +18,7 @@ from patrickstar.elastic import (
     Next,
     Orders,
     Rendezvous,
+    ResizePhase,
 )
 from patrickstar.integrations.accelerate import PatrickStarAccelerator
 from patrickstar.integrations.elastic_trainer import ElasticTrainerMixin, ElasticTraining, LeftRun
@@ -129,26 +130,34 @@ def follow_orders(
     options: dict[str, Any] | None = None,
     batches: int | BatchRange = GLOBAL_BATCH,
     death: tuple[int, int] | None = None,
+    kill_in: tuple[int, ResizePhase] | None = None,
 ) -> dict[str, Any]:
-    """Runs one process; ``plan`` gives orders by step; ``death`` is a process and the steps after which it dies."""
+    """Runs one process; ``plan`` gives orders by step. ``death`` is a process and the steps after which it dies,
+    ``kill_in`` a process and the phase of a resize. With either, ranks have copies, and no timeout ends a wait.
+    """
     torch.set_num_threads(1)
-    counter = Count()
+    number, counter, dies = int(os.environ["RANK"]), Count(), death is not None or kill_in is not None
+
+    def note(phase: ResizePhase) -> None:
+        if kill_in == (number, phase):
+            os.kill(os.getpid(), signal.SIGKILL)
+
     trainer = ElasticTracing(
         gpt2(),
         arguments(Path(folder), **OPTIONS | (options or {})),
         elastic=ElasticTraining(
             global_batch=batches,
             look_seconds=1e-9,
-            redundancy=None if death is None else 1,
+            redundancy=1 if dies else None,
             rendezvous=address,
-            resize_options={"folder": folder},
+            resize_options={"folder": folder, "note_phase": note} | ({"timeout_seconds": 3000} if dies else {}),
         ),
-        patrickstar_config=engine_config(device_memory=800_000, rank_timeout_seconds=60),
+        patrickstar_config=engine_config(device_memory=800_000, rank_timeout_seconds=3600 if dies else 60),
         callbacks=[counter, OneOrder(address, plan)],
         **data(),
     )
-    if death is not None:
-        trainer.add_callback(Death(*death, trainer.seen))
+    if dies:
+        trainer.add_callback(Death(*(death or (-1, 0)), trainer.seen))
     try:
         output = trainer.train(resume_from_checkpoint=resume)
     except LeftRun as left:

@@ -2,6 +2,7 @@
 user's cluster alone.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +40,7 @@ def cluster(tmp_path_factory):
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "HOME": str(root)}
     unset = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")  # Ray starts no simulated GPUs beside the first
     own = {"num_gpus": 4, "num_cpus": 4, "include_dashboard": False}
+    own["_system_config"] = {"metrics_report_interval_ms": 500}
     # Ray's sockets have paths of at most 107 bytes.
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ps-ray-", dir="/tmp") as folder:
         for name, value in variables.items():
@@ -153,6 +156,18 @@ def test_status_answers_while_a_job_waits_to_be_submitted(cluster):
         ray.get(actor.__ray_call__.remote(lambda service: service._lock.release()))
     with pytest.raises(KeyError):
         ray.get(submitted)
+
+
+def test_rays_metrics_endpoint_has_the_schedulers_figures(cluster):
+    address = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
+    deadline, text = time.monotonic() + 120, ""
+    while "patrickstar_ones_held_gpus{" not in text:
+        assert time.monotonic() < deadline, text
+        time.sleep(0.2)
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=60) as answer:
+            text = answer.read().decode()
+    (line,) = [line for line in text.splitlines() if "patrickstar_ones_gpus{" in line]
+    assert line.endswith(" 4.0")
 
 
 @pytest.mark.slow

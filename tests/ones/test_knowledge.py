@@ -103,8 +103,10 @@ def test_a_fit_is_the_model_where_it_was_measured():
     for n, nodes, batch in (*POINTS, (4, 1, 512), (16, 4, 1024)):
         assert math.isclose(fitted.step_s(n, batch, nodes), TRUE.step_s(n, batch, nodes))
     found = scaling_of(steps(TRUE, *POINTS), 32, 128)
-    np.testing.assert_allclose([found.within, found.between], [0.1 / 0.32, 0.3 / 0.32])
-    assert scaling_of(steps(TRUE, *POINTS[:3]), 32, 128) is None
+    np.testing.assert_allclose(found, [0.1 / 0.32, 0.3 / 0.32])
+    near = scaling_of(steps(TRUE, *POINTS[:3]), 32, 128)
+    assert math.isclose(near[0], 0.1 / 0.32) and near[1] is None
+    assert scaling_of(steps(TRUE, (2, 1, 512), (8, 2, 512)), 32, 128) == scaling_of((), 32, 128) == (None, None)
 
 
 def test_a_prior_counts_where_nothing_was_measured():

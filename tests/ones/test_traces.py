@@ -15,6 +15,7 @@ from patrickstar.ones import (
     read_trace,
     write_trace,
 )
+from patrickstar.ones.earlier_jobs import HISTORY_SEED
 from patrickstar.ones.mixes import GPUS_PER_NODE
 from patrickstar.ones.traces import Curve
 
@@ -69,10 +70,19 @@ def test_curves_fall_by_samples_and_not_by_progress(curve):
         assert curve.left(2.95) - curve.left(2.99) < 0.01 < curve.left(2.99) - curve.left(3.2)
 
 
-def test_history_has_the_lengths_of_other_jobs_of_the_mix():
-    past = make_history("philly-like", seed=0)
-    assert len(past) == 20 and all(job.scaling is not None and job.epochs for job in past if job.length_s > 4000)
-    assert not set(lengths_s(make_trace("philly-like", seed=0))) & {job.length_s for job in past}
+def test_history_holds_measurements_of_other_jobs_of_the_mix():
+    """Noise scales and scaling are those that a scheduler measured, with errors, on sizes that it tried."""
+    trace = make_trace("giant", seed=0)
+    earlier = [item.job for item in make_trace("giant", HISTORY_SEED, 20)]
+    past = make_history("giant", seed=0)
+    assert [job.name for job in past] == [job.name for job in earlier] and all(job.epochs for job in past[:1])
+    assert not set(lengths_s(trace)) & {job.length_s for job in past}
+    errors = [one.noise_ratio * job.base_batch / job.noise_scale for one, job in zip(past, earlier, strict=True)]
+    known = [error for error in errors if error]
+    assert 1.0 not in known and len(known) > 10 and all(0.4 < error < 2.5 for error in known)
+    within = [(one.within, job.throughput) for one, job in zip(past, earlier, strict=True)]
+    assert {value is None for value, _ in within} == {True, False}
+    assert all(value != speed.sync_s / speed.sample_s for value, speed in within)
 
 
 @pytest.mark.parametrize(

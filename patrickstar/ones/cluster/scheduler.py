@@ -187,6 +187,7 @@ class Scheduler:
             track.gpus, track.changed_s = self._any_gpus(status.num_ranks, track.kind), now
             track.progress.note_resize()
         track.note_report(now, status, entry.submission)
+        track.most_gpus = max(track.most_gpus, len(track.gpus))
         if status.phase is JobPhase.ENDED:
             self._policy.finished(now, self._state(now, entry, track.kind))
             self._end(name, End.FINISHED)
@@ -253,6 +254,7 @@ class Scheduler:
         self._fleet.start(dataclasses.replace(submission, gpu_type=track.kind), len(gpus), batch)
         track.gpus, track.changed_s, track.batch = gpus, now, batch
         track.progress.note_resize()
+        track.num_restarts += track.most_gpus > 0
         track.most_gpus = max(track.most_gpus, len(gpus))
 
     def _taken(self, kind: str) -> set[int]:
@@ -296,9 +298,9 @@ class Scheduler:
             seen_samples=progress.samples,
             gpu_s=track.gpu_s,
             run_s=track.run_s,
-            num_resizes=track.num_resizes,
+            num_resizes=track.num_resizes + track.num_restarts,
             samples_since_resize=progress.since_resize,
-            run_since_resize_s=now - track.changed_s if track.gpus else 0.0,
+            run_since_resize_s=track.trained_s(now),
             waited_s=0.0 if track.gpus else now - (track.left_s or entry.submitted_s),
             most_gpus=track.most_gpus,
             observed=observed,

@@ -40,7 +40,9 @@ class Track:
     run_s: float = 0.0
     gpu_s: float = 0.0
     num_resizes: int = 0
+    num_restarts: int = 0
     most_gpus: int = 0
+    """The most GPUs that it has held at a time."""
     first_loss: float = 0.0
     loss: float = 0.0
     resize_s: float = 0.0
@@ -80,13 +82,17 @@ class Track:
             and status.num_ranks != len(self.gpus)
         )
 
+    def trained_s(self, now: float) -> float:
+        """Seconds since its GPUs last changed; 0 during the change."""
+        return now - self.changed_s if self.has_reported and self.ordered in (None, self.gpus) else 0.0
+
     def note_report(self, now: float, status: Status, submission: Submission) -> None:
         """Takes a status, which may end the order in progress."""
         report = status.report
         self.note = status.refusal or (f"goes on without {status.num_lost} lost ranks" if status.num_lost else "")
         if report is not None:
             if not self.has_reported:
-                self.has_reported, self.start_s = True, now - self.changed_s
+                self.has_reported, self.start_s, self.changed_s = True, now - self.changed_s, now
             self.num_steps = max(self.num_steps, report.num_steps)
             first = submission.global_batch
             batch = first if submission.batches.is_fixed else report.global_batch or first

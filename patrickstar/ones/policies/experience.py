@@ -33,6 +33,11 @@ class Experience:
         self._completed: dict[str, tuple[Job, Job, float]] = {}
         self._find_medians()
 
+    @property
+    def past(self) -> History:
+        """Jobs that ended, the last one last."""
+        return tuple(self._past)
+
     def completed(self, state: JobState) -> Job:
         """The job with priors in place of measurements that are missing."""
         return self._complete(state)[1]
@@ -53,9 +58,9 @@ class Experience:
         """Learns from a job that ended; ``ages_s`` are those of jobs that go on."""
         job = state.job
         length_s = float(self.ages_s([state])[0])
-        del self._completed[job.name]
-        scaling = scaling_of(state.observed, job.base_batch, job.throughput.max_micro_batch)
-        self._past = [*self._past, PastJob(length_s, scaling, job.noise_scale / job.base_batch)][-_MOST_JOBS:]
+        within, between = scaling_of(state.observed, job.base_batch, job.throughput.max_micro_batch)
+        self._past.append(PastJob(job.name, length_s, within, between, job.noise_scale / job.base_batch))
+        del self._past[:-_MOST_JOBS]
         self._lengths.ended(length_s, ages_s)
         self._find_medians()
 
@@ -78,10 +83,14 @@ class Experience:
         return 0.0 if job.feasible_batches else self._noise_ratio * job.base_batch
 
     def _find_medians(self) -> None:
-        scalings = [(job.scaling.within, job.scaling.between) for job in self._past if job.scaling is not None]
-        if scalings:
-            within, between = np.median(scalings, axis=0)
-            self._scaling = Scaling(float(within), float(between))
-        ratios = [job.noise_ratio for job in self._past if job.noise_ratio > 0]
-        if ratios:
-            self._noise_ratio = float(np.median(ratios))
+        self._scaling = Scaling(
+            _median([job.within for job in self._past], _DEFAULT_SCALING.within),
+            _median([job.between for job in self._past], _DEFAULT_SCALING.between),
+        )
+        self._noise_ratio = _median([job.noise_ratio or None for job in self._past], _DEFAULT_NOISE_RATIO)
+        self._completed.clear()
+
+
+def _median(values: Sequence[float | None], default: float) -> float:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else default

@@ -61,6 +61,11 @@ class Ones:
         self._max_wait_s = max_wait_s
         self._ages_s: dict[str, float] = {}  # of jobs in all pools
 
+    @property
+    def past(self) -> History:
+        """Jobs that have ended, as they were measured: a history for another scheduler."""
+        return self._experience.past if self._experience else self._history
+
     def longest_wait_s(self, jobs: Sequence[Job], cluster: Cluster) -> float:
         """Bound on the seconds that a job waits for its next GPU, if at most ``jobs`` are unfinished at a time.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from patrickstar.ones.measurements import Scaling
-
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
@@ -27,12 +25,15 @@ class EpochRecord:
 
 @dataclasses.dataclass(frozen=True)
 class PastJob:
-    """A job that has ended."""
+    """A job that has ended, as it was measured."""
 
+    name: str
     length_s: float
     """Its work in seconds on the requested GPUs with the configured batch."""
-    scaling: Scaling | None = None
-    """Measured; None if it never ran on several sizes."""
+    within: float | None = None
+    """Its :class:`patrickstar.ones.measurements.Scaling` between GPUs of a node; None if it was not measured there."""
+    between: float | None = None
+    """The same between nodes."""
     noise_ratio: float = 0.0
     """Its noise scale over its base batch; 0 if it was not measured."""
     epochs: tuple[EpochRecord, ...] = ()
