@@ -31,7 +31,7 @@ from patrickstar.integrations.replaced_classes import replacing
 from patrickstar.integrations.trainer_arguments import TAKEN_DEEPSPEED
 from patrickstar.integrations.transformers import PatrickStarTrainerMixin
 
-_ARGUMENTS = tuple(inspect.signature(Accelerator).parameters)
+_ARGUMENTS = tuple(inspect.signature(Accelerator.__init__).parameters)[1:]  # its class may have a `__new__` of ours
 
 
 @contextlib.contextmanager
