@@ -1,14 +1,17 @@
-"""Published ONES beside its rivals on its artifact's mix, with one assumption more at a time.
+"""Published ONES beside its rivals on its artifact's mix, under other assumptions.
 
-    python -m benchmark.ones_published --seeds 5
+    python -m benchmark.ones_published --assumptions alone --seeds 20
+    python -m benchmark.ones_published --assumptions together --seeds 5
 
-Each line keeps the assumptions of the lines before. Simulated time: no GPU, one process.
+``alone`` changes one assumption in each line; with ``together`` each line keeps those of the lines before. The second
+column is ONES' mean JCT over that of the first line, seed by seed. Simulated time: no GPU, one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +21,7 @@ import numpy as np
 from patrickstar.ones import Cluster, Policy, TraceJob, figures, make_policy, make_trace, simulate
 from patrickstar.ones.earlier_jobs import HISTORY_SEED, measured_history
 from patrickstar.ones.mixes import GPUS_PER_NODE
-from patrickstar.ones.policies.ones_published import OnesPublished, StartSize
+from patrickstar.ones.policies.ones_published import OnesPublished, Prediction, Rules, StartSize
 from patrickstar.ones.policies.progress import ProgressModel
 from patrickstar.ones.report import mean_and_interval
 from patrickstar.ones.traces import Curve
@@ -65,7 +68,7 @@ class Case:
     """Applied to each job, before its epochs."""
     epochs: float = 0.0
     """Epochs per job; 0: as in the mix, independent of the length."""
-    start: StartSize = StartSize.SMALLEST
+    rules: Rules = Rules()
     resize_s: float = 5.0
     """ONES pays it; rivals pay 5 s."""
 
@@ -81,37 +84,78 @@ class Case:
     def published(self, seed: int) -> Policy:
         """ONES, with 20 earlier jobs under the same assumptions."""
         past = measured_history(self.trace(seed + HISTORY_SEED, self.resize_s, 20), CLUSTER)
-        return OnesPublished(ProgressModel(seed, past), seed, self.start)
+        return OnesPublished(ProgressModel(seed, past), seed, self.rules)
 
 
 _IDEAL = (without_efficiency_loss, with_linear_scaling)
-CASES = (
+_REQUESTED = Rules(start=StartSize.REQUESTED)
+_REQUESTED_TRUTH = Rules(start=StartSize.REQUESTED, prediction=Prediction.EXACT)
+_TOGETHER = (
     Case("the mix as it is"),
     Case("25 epochs per job, as in the artifact's history; losses tell progress", (), 25.0),
     Case("+ no loss of statistical efficiency", _IDEAL[:1], 25.0),
     Case("+ linear scaling", _IDEAL, 25.0),
-    Case("+ start on the requested GPUs", _IDEAL, 25.0, StartSize.REQUESTED),
-    Case("+ a resize of ONES costs 1 s", _IDEAL, 25.0, StartSize.REQUESTED, 1.0),
-    Case("+ 200 epochs per job", _IDEAL, 200.0, StartSize.REQUESTED, 1.0),
-    Case("+ 1000 epochs per job", _IDEAL, 1000.0, StartSize.REQUESTED, 1.0),
+    Case("+ start on the requested GPUs", _IDEAL, 25.0, _REQUESTED),
+    Case("+ a resize of ONES costs 1 s", _IDEAL, 25.0, _REQUESTED, 1.0),
+    Case("+ 200 epochs per job", _IDEAL, 200.0, _REQUESTED, 1.0),
+    Case("+ 1000 epochs per job", _IDEAL, 1000.0, _REQUESTED, 1.0),
+    Case("25 epochs again, + prediction: the truth", _IDEAL, 25.0, _REQUESTED_TRUTH, 1.0),
 )
+_ALONE = (
+    Case("the artifact's rules, the mix as it is, 5 s per resize"),
+    Case("start: the requested GPUs, not one", rules=_REQUESTED),
+    Case("growth: at once to the most", rules=Rules(growth=64.0)),
+    Case("growth: without waiting for an epoch", rules=Rules(growth_epochs=0.0)),
+    Case("growth: after two epochs, not one", rules=Rules(growth_epochs=2.0)),
+    Case("scale-down: never, nor after a stop", rules=Rules(scale_down_from=2.0, stop_divisor=1)),
+    Case("scale-down: from an eighth of the cluster, not half", rules=Rules(scale_down_from=0.125)),
+    Case("cool-down: none, not one epoch", rules=Rules(cooldown_epochs=0.0)),
+    Case("cool-down: four epochs", rules=Rules(cooldown_epochs=4.0)),
+    Case("resize: 1 s, not 5", resize_s=1.0),
+    Case("prediction: the truth", rules=Rules(prediction=Prediction.EXACT)),
+    Case("epochs: 25 per job, and losses tell progress", epochs=25.0),
+)
+ASSUMPTIONS = {"alone": _ALONE, "together": _TOGETHER}
+
+
+def published_jct_s(case: Case, seed: int) -> float:
+    """Mean JCT of published ONES."""
+    return figures(simulate(case.trace(seed, case.resize_s), case.published(seed), CLUSTER)).mean_jct_s
+
+
+@functools.lru_cache(maxsize=2**12)
+def rival_jct_s(name: str, case: Case, seed: int) -> float:
+    """Mean JCT of a rival, which pays 5 s per resize."""
+    return figures(simulate(case.trace(seed, 5.0), make_policy(name, seed), CLUSTER)).mean_jct_s
+
+
+def line(case: Case, seeds: Sequence[int], found: Sequence[float], first: Sequence[float]) -> str:
+    """A line of the table; ``found`` and ``first`` are ONES' mean JCTs in seconds here and in the first line."""
+    ratio, half = mean_and_interval(list(np.divide(found, first)))
+    text = f"{case.says:<72}{_shown(found)}" + f"{ratio:.2f} ±{half:.2f}".rjust(16)
+    plain = Case("", case.changes, case.epochs)
+    return text + "".join(_shown([rival_jct_s(name, plain, seed) for seed in seeds]) for name in RIVALS)
+
+
+def _shown(values: Sequence[float]) -> str:
+    mean, half = mean_and_interval(list(values))
+    return f"{mean:.0f} ±{half:.0f}".rjust(16)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--assumptions", choices=ASSUMPTIONS, default="together")
     parser.add_argument("--seeds", type=int, default=5)
-    seeds = range(parser.parse_args(arguments).seeds)
-    print(f"mean JCT in s, {len(seeds)} seeds\n{'':<72}{'ones-published':>18}" + "".join(f"{n:>18}" for n in RIVALS))
-    for case in CASES:
-        runs = {"ones-published": [(case.trace(seed, case.resize_s), case.published(seed)) for seed in seeds]}
-        for name in RIVALS:
-            runs[name] = [(case.trace(seed, 5.0), make_policy(name, seed)) for seed in seeds]
-        line = f"{case.says:<72}"
-        for pairs in runs.values():
-            mean, half = mean_and_interval([figures(simulate(*pair, CLUSTER)).mean_jct_s for pair in pairs])
-            line += f"{mean:.0f} ±{half:.0f}".rjust(18)
-        print(line, flush=True)
+    given = parser.parse_args(arguments)
+    seeds = range(given.seeds)
+    heads = "".join(f"{name:>16}" for name in ("ones-published", "/ first line", *RIVALS))
+    print(f"mean JCT in s, {len(seeds)} seeds\n{'':<72}{heads}")
+    first: list[float] = []
+    for case in ASSUMPTIONS[given.assumptions]:
+        found = [published_jct_s(case, seed) for seed in seeds]
+        first = first or found
+        print(line(case, seeds, found, first), flush=True)
     return 0
 
 

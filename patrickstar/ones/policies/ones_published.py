@@ -6,6 +6,7 @@ selection by remaining GPU-seconds, reordering, deployment.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 
@@ -29,23 +30,57 @@ class StartSize(enum.Enum):
     """The user's request, for comparison."""
 
 
+class Prediction(enum.Enum):
+    """Remaining samples of a job that has seen two epochs."""
+
+    SAMPLED = "sampled"
+    """The published code: from a progress drawn from its distribution, at each decision."""
+    EXACT = "exact"
+    """The truth, in samples of the base batch, for comparison."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The policy's constants. Defaults are the published code's as we read it; others show what each of them decides.
+
+    A job's limit is the most GPUs that a schedule may give it.
+    """
+
+    start: StartSize = StartSize.SMALLEST
+    """The first limit."""
+    growth: float = 2.0
+    """Factor of the limit once the job holds as many GPUs."""
+    growth_epochs: float = 1.0
+    """Epochs on its present GPUs before the limit grows."""
+    stop_divisor: int = 2
+    """Divides the limit of a job that was stopped; 1: the limit stays."""
+    scale_down_from: float = 0.5
+    """Share of the cluster from which the largest job loses GPUs, if it has run for longer than the median. Above 1:
+    it never does.
+    """
+    cooldown_epochs: float = 1.0
+    """Epochs on its present GPUs before a job's GPUs change."""
+    prediction: Prediction = Prediction.SAMPLED
+    """Estimate of the remaining work."""
+
+
 class OnesPublished:
-    """Uses measured raw throughput, and progress sampled from its distribution; resizes are free in the fitness. Every
-    grant is a contiguous range of GPUs.
+    """Uses measured raw throughput and a prediction of the remaining work; resizes are free in the fitness. Every grant
+    is a contiguous range of GPUs.
     """
 
     sizes = Sizes.ANY
-    foresight = Foresight.NONE
 
     def __init__(
         self,
         progress: ProgressModel,
         seed: int = 0,
-        start: StartSize = StartSize.SMALLEST,
+        rules: Rules = Rules(),
         population: int = 16,
         interval_s: float = 1.0,
     ):
-        self._start = start
+        self._rules = rules
+        self.foresight = Foresight.EXACT if rules.prediction is Prediction.EXACT else Foresight.NONE
         self.interval_s = interval_s
         self._progress = progress
         self._size = population
@@ -70,7 +105,7 @@ class OnesPublished:
         self._set_limits(jobs, cluster)
         grants = np.array([min(self._limits[state.job.name], state.job.max_gpus) for state in jobs])
         speeds = _measured_speeds(jobs, cluster)
-        remaining = self._sampled_remaining(jobs)
+        remaining = self._predicted_remaining(jobs)
         old = self._refreshed(jobs, cluster, grants)
         candidates = np.concatenate([old, self._crossed(old, grants), self._mutated(old, jobs)])
         order = np.argsort([left / speed for left, speed in zip(remaining, speeds[:, 1], strict=True)], kind="stable")
@@ -86,33 +121,36 @@ class OnesPublished:
         return allocation
 
     def _set_limits(self, jobs: Sequence[JobState], cluster: Cluster) -> None:
-        """Sets the most GPUs of each job: at first its start size, doubled when it fills it; less for long-running or
+        """Sets the most GPUs of each job: at first its start size, more when it fills it; less for long-running or
         stopped jobs.
         """
+        rules = self._rules
         running = [state for state in jobs if state.gpus]
         median = float(np.median([state.run_s for state in running])) if running else 0.0
         for state in jobs:
             name, size = state.job.name, len(state.gpus)
             if name not in self._limits:
-                smallest = self._start is StartSize.SMALLEST
+                smallest = rules.start is StartSize.SMALLEST
                 self._limits[name] = state.job.sizes[0] if smallest else state.job.rigid_size(cluster)
             limit = self._limits[name]
-            if size and size == limit and self._may_change(state):
-                self._limits[name] = min(cluster.num_gpus, 2 * limit)
+            if size and size == limit and _epochs_on_its_gpus(state) >= rules.growth_epochs:
+                self._limits[name] = min(cluster.num_gpus, int(rules.growth * limit))
             elif not size and name in self._was_running:
-                self._limits[name] = max(limit // 2, state.job.sizes[0])
+                self._limits[name] = max(limit // rules.stop_divisor, state.job.sizes[0])
         if running:
             largest = max(running, key=lambda state: len(state.gpus))
             size = len(largest.gpus)
-            if 2 * size >= cluster.num_gpus and largest.run_s > median > 0:
+            if size >= rules.scale_down_from * cluster.num_gpus and largest.run_s > median > 0:
                 limit = max(1, int(2 * size / (largest.run_s / median + 1)))
                 self._limits[largest.job.name] = max(limit + limit % 2, largest.job.sizes[0])
 
-    def _sampled_remaining(self, jobs: Sequence[JobState]) -> np.ndarray:
-        """Remaining samples, ``Y (1 / progress - 1)`` with progress drawn from its distribution; 0 for new jobs."""
+    def _predicted_remaining(self, jobs: Sequence[JobState]) -> np.ndarray:
+        """Remaining samples: by default ``Y (1 / progress - 1)`` with a drawn progress; 0 for new jobs."""
         left = np.zeros(len(jobs))
         known = [i for i, state in enumerate(jobs) if state.epochs >= _PREDICTED_FROM_EPOCHS]
-        if known:
+        if self._rules.prediction is Prediction.EXACT:
+            left[known] = [jobs[i].remaining_samples or 0.0 for i in known]
+        elif known:
             b = self._progress.epochs_left([jobs[i] for i in known])
             drawn = self._rng.beta([jobs[i].epochs for i in known], b)
             seen = np.array([jobs[i].seen_samples for i in known])
@@ -170,12 +208,16 @@ class OnesPublished:
         for index in changes:
             for other in {int(running[gpu]) for gpu in wanted.get(index, ())} - {-1}:
                 together[root(index)] = root(other)
-        blocked = {root(i) for i in changes & held.keys() if not self._may_change(jobs[i])}
+        blocked = {root(i) for i in changes & held.keys() if self._must_stay(jobs[i])}
         kept = {i: gpus for i, gpus in held.items() if i not in changes or root(i) in blocked}
         return kept | {i: wanted[i] for i in changes & wanted.keys() if root(i) not in blocked}
 
-    def _may_change(self, state: JobState) -> bool:
-        return state.samples_since_resize >= state.job.epoch_samples
+    def _must_stay(self, state: JobState) -> bool:
+        return _epochs_on_its_gpus(state) < self._rules.cooldown_epochs
+
+
+def _epochs_on_its_gpus(state: JobState) -> float:
+    return state.samples_since_resize / state.job.epoch_samples
 
 
 def count_jobs(rows: np.ndarray, num_jobs: int) -> np.ndarray:
