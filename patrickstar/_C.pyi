@@ -299,6 +299,12 @@ class HostThreadOptions:
     """Number of these processes."""
     def __init__(self) -> None: ...
 
+class ThreadPriority(Enum):
+    """Priority of a thread; for good, since only a privileged process may raise one."""
+
+    USUAL = 0
+    BELOW_LAUNCHES = 1
+
 class HostThreads:
     """Threads that compute on the host."""
 
@@ -312,6 +318,9 @@ class HostThreads:
     def nodes(self) -> list[int]:
         """NUMA nodes on which the threads may run, ascending."""
 
+    @property
+    def priority(self) -> ThreadPriority: ...
+
 def choose_host_threads(topology: CpuTopology, options: HostThreadOptions) -> HostThreads:
     """Chooses number and CPUs of the compute threads. Raises ValueError for impossible options."""
 
@@ -324,7 +333,12 @@ class Priority(Enum):
 class ThreadPool:
     """Threads that share the work of loops; the calling thread is one of them, and never pinned."""
 
-    def __init__(self, num_threads: int, worker_cpus: Sequence[int] = []) -> None: ...
+    def __init__(
+        self,
+        num_threads: int,
+        worker_cpus: Sequence[int] = [],
+        priority: ThreadPriority = ThreadPriority.USUAL,
+    ) -> None: ...
     @property
     def num_threads(self) -> int: ...
     @property

@@ -49,18 +49,22 @@ void register_host_threads(nb::module_& module) {
       .def_rw("launching_core", &HostThreadOptions::launching_core)
       .def_rw("sharing_index", &HostThreadOptions::sharing_index)
       .def_rw("num_sharing", &HostThreadOptions::num_sharing);
+  nb::enum_<ThreadPriority>(module, "ThreadPriority", "Priority of a thread (common/thread_priority.h).")
+      .value("USUAL", ThreadPriority::kUsual)
+      .value("BELOW_LAUNCHES", ThreadPriority::kBelowLaunches);
   nb::class_<HostThreads>(module, "HostThreads", "Threads, where they are pinned, and their NUMA nodes.")
       .def_ro("num_threads", &HostThreads::num_threads)
       .def_ro("worker_cpus", &HostThreads::worker_cpus)
-      .def_ro("nodes", &HostThreads::nodes);
+      .def_ro("nodes", &HostThreads::nodes)
+      .def_ro("priority", &HostThreads::priority);
   module.def("choose_host_threads", &choose_host_threads, nb::arg("topology"), nb::arg("options"),
              "Chooses number and CPUs of the compute threads (common/host_threads.h).");
   nb::enum_<Priority>(module, "Priority", "Workers take urgent loops first (common/thread_pool.h).")
       .value("URGENT", Priority::kUrgent)
       .value("BACKGROUND", Priority::kBackground);
   nb::class_<ThreadPool>(module, "ThreadPool", "Threads that share the work of loops (common/thread_pool.h).")
-      .def(nb::init<int, const std::vector<int>&>(), nb::arg("num_threads"),
-           nb::arg("worker_cpus") = std::vector<int>{})
+      .def(nb::init<int, const std::vector<int>&, ThreadPriority>(), nb::arg("num_threads"),
+           nb::arg("worker_cpus") = std::vector<int>{}, nb::arg("priority") = ThreadPriority::kUsual)
       .def_prop_ro("num_threads", &ThreadPool::num_threads)
       .def_prop_ro("num_urgent", &ThreadPool::num_urgent)
       .def_prop_ro("pinned_cpus", &ThreadPool::pinned_cpus)

@@ -101,9 +101,12 @@ HostThreads choose_host_threads(const CpuTopology& topology, const HostThreadOpt
            ArgumentError, "process ", options.sharing_index, " of ", options.num_sharing,
            " that share CPUs; give a number of 1 or more, and an index from 0 to that less 1");
   std::vector<Cpus> cores = cores_of_share(topology, options);
-  if (options.launching_core == LaunchingCore::kReserved) reserve_launching_core(cores);
-  const std::vector<int> order = spread(cores);
   HostThreads threads;
+  if (options.launching_core == LaunchingCore::kReserved) {
+    reserve_launching_core(cores);
+    threads.priority = ThreadPriority::kBelowLaunches;
+  }
+  const std::vector<int> order = spread(cores);
   threads.num_threads = options.num_threads > 0 ? options.num_threads : most_threads(topology, options, order.size());
   if (options.affinity == Affinity::kPinned && !topology.is_limited()) {
     const size_t num_pinned = std::min(static_cast<size_t>(threads.num_threads - 1), order.size());

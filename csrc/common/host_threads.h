@@ -1,7 +1,8 @@
 // Chooses the number of host compute threads and their CPUs from the machine and the options. Pure function.
 //
 // Launching core: on a GPU the thread that launches kernels limits the step's speed. The first core of the process's
-// share, with all its hyper-threads, is reserved for it. Every other CPU gets a thread. The pool's caller counts as one
+// share, with all its hyper-threads, is reserved for it, and host threads have a lower priority. Every other CPU gets a
+// thread. The pool's caller counts as one
 // of them but is never pinned; it may be the launching thread.
 //
 // Shares: process k of n takes the k-th of n runs of adjacent cores, and so stays on one node where possible. A mask
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "common/cpu_topology.h"
+#include "common/thread_priority.h"
 
 namespace patrickstar {
 
@@ -41,6 +43,7 @@ struct HostThreads {
   int num_threads = 1;           // including the caller
   std::vector<int> worker_cpus;  // by worker; workers beyond the list are not pinned
   std::vector<int> nodes;        // NUMA nodes of the threads, ascending
+  ThreadPriority priority = ThreadPriority::kUsual;
 };
 
 // Physical cores come before second hyper-threads. Each of the two sets is spread over nodes in proportion to their

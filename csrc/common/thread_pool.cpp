@@ -7,7 +7,6 @@
 #include <string>
 
 #include "common/check.h"
-#include "common/thread_priority.h"
 
 namespace patrickstar {
 
@@ -25,11 +24,11 @@ bool pin(std::thread& thread, int cpu) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads, const std::vector<int>& worker_cpus) {
+ThreadPool::ThreadPool(int num_threads, const std::vector<int>& worker_cpus, ThreadPriority priority) {
   PS_CHECK(num_threads >= 1, ArgumentError, "a thread pool needs at least 1 thread, got ", num_threads);
   for (int i = 1; i < num_threads; ++i) {
-    std::thread& worker = workers_.emplace_back([this] {
-      take_priority(ThreadPriority::kBelowLaunches);
+    std::thread& worker = workers_.emplace_back([this, priority] {
+      take_priority(priority);
       work();
     });
     pthread_setname_np(worker.native_handle(), ("ps-worker-" + std::to_string(i)).c_str());

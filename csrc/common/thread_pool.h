@@ -5,8 +5,8 @@
 // does not delay the others. Pieces start at multiples of the grain: elementwise results do not depend on the number of
 // threads. A loop allocates nothing, so it cannot stop half-way for lack of memory.
 //
-// Workers have a low priority (common/thread_priority.h). They may be pinned to CPUs (common/host_threads.h). If the
-// system refuses a CPU, its worker is not pinned. Callers keep their priority and are not pinned.
+// Workers may be pinned to CPUs (common/host_threads.h). If the
+// system refuses a CPU, its worker is not pinned. Callers are not pinned and keep their priority.
 //
 //   ThreadPool pool(4);
 //   pool.parallel_for(numel, 1 << 16, [&](int64_t begin, int64_t end) { ... });
@@ -21,6 +21,8 @@
 #include <thread>
 #include <vector>
 
+#include "common/thread_priority.h"
+
 namespace patrickstar {
 
 // Bytes that a thread copies or clears at a time.
@@ -34,7 +36,9 @@ enum class Priority : uint8_t { kUrgent, kBackground };
 class ThreadPool {
  public:
   // num_threads includes the calling thread; at least 1. Worker i is pinned to worker_cpus[i]; further workers are not.
-  explicit ThreadPool(int num_threads, const std::vector<int>& worker_cpus = {});
+  // `priority`: of workers.
+  explicit ThreadPool(int num_threads, const std::vector<int>& worker_cpus = {},
+                      ThreadPriority priority = ThreadPriority::kUsual);
   // No loop may be running.
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;

@@ -92,7 +92,7 @@ SharedDevice::SharedDevice(const DeviceOptions& options)
     : options_(options),
       backend_(make_delaying_backend(make_backend(options), options.delays)),
       host_threads_(choose_host_threads(read_cpu_topology(allowed_cpus()), options.host_threads)),
-      pool_(host_threads_.num_threads, host_threads_.worker_cpus),
+      pool_(host_threads_.num_threads, host_threads_.worker_cpus, host_threads_.priority),
       host_compute_(optim::make_host_compute(pool_)),
       cuda_compute_(make_device_compute(options)),
       host_quantizer_(quant::make_host_compute(pool_)),

@@ -91,6 +91,7 @@ class SharedDevice final : public PressureHandler {
   const std::shared_ptr<Lock>& lock() const { return lock_; }
   Backend& backend() { return *backend_; }
   ThreadPool& pool() { return pool_; }
+  ThreadPriority host_priority() const { return host_threads_.priority; }
   optim::HostCompute& host_compute() { return *host_compute_; }
   // On the simulated device, host_compute().
   optim::Compute& device_compute() {

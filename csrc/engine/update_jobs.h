@@ -145,8 +145,9 @@ class UpdateJobs {
 class HostUpdates {
  public:
   // `track`: for one-phase updates.
-  HostUpdates(Backend& backend, optim::HostCompute& compute, Tracer& tracer, Track track = Track::kHostAdam)
-      : backend_(backend), compute_(compute), tracer_(tracer), track_(track) {}
+  HostUpdates(Backend& backend, optim::HostCompute& compute, Tracer& tracer, ThreadPriority priority,
+              Track track = Track::kHostAdam)
+      : backend_(backend), compute_(compute), tracer_(tracer), track_(track), queue_(priority) {}
 
   // Returns the event that completes the update. If it throws, nothing was submitted.
   Event submit(HostUpdate update) { return submit(std::make_shared<const HostUpdate>(std::move(update))); }
@@ -170,7 +171,7 @@ class HostUpdates {
   Tracer& tracer_;
   const Track track_;
   std::atomic<int64_t> waited_nanoseconds_{0};
-  WorkQueue queue_{ThreadPriority::kBelowLaunches};
+  WorkQueue queue_;
 };
 
 }  // namespace patrickstar

@@ -96,10 +96,11 @@ def _config(options: argparse.Namespace) -> dict[str, Any]:
     """
     from patrickstar.config import Dialect, parse_config
     from patrickstar.config.reading import read_config
+    from patrickstar.integrations.decided_config import of_engine
 
     budgets = {"device_memory": options.device_memory, "host_memory": options.host_memory}
     config = {**read_config(options.config), **{key: size for key, size in budgets.items() if size is not None}}
-    parse_config(config, Dialect.HOST)
+    parse_config(of_engine(config), Dialect.HOST)
     return config
 
 

@@ -240,7 +240,8 @@ class HostThreadsConfig(Section):
 
     num_threads: Annotated[AtLeast0, Field(le=_MOST_THREADS), HONOURED] = 0
     """Number of threads, including the one that distributes the work; 0: one for each CPU that the process may use,
-    less one core with a GPU, for kernel launches. A cgroup's CPU quota is not exceeded.
+    less one core with a GPU, for kernel launches, to which these threads give way (a nice value of 10). A cgroup's CPU
+    quota is not exceeded.
     """
     affinity: Annotated[HostAffinity, HONOURED] = HostAffinity.AUTO
     """``"pinned"``: each thread has its own CPU, cores before further hyper-threads, spread over NUMA nodes.

@@ -17,6 +17,9 @@ from patrickstar.config.reading import read_config
 from patrickstar.config.spellings import AUTO
 from patrickstar.engine.optimizer_takeover import TakenOver
 
+TRAINER_KEYS = ("resume", "grace_seconds")
+"""Keys of a trainer's configuration that are not the engine's (trainer_signals.py)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -38,6 +41,11 @@ def own_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dic
     """
     values = copy.deepcopy(dict(read_config(config)))
     return {"bf16" if name == "bfloat16" else name: value for name, value in values.items()}
+
+
+def of_engine(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without :data:`TRAINER_KEYS`."""
+    return {name: value for name, value in config.items() if name not in TRAINER_KEYS}
 
 
 def ranks_per_sample(config: Mapping[str, Any]) -> int:

@@ -19,7 +19,7 @@ from patrickstar.config.dialects import DEEPSPEED_DEFAULTS
 from patrickstar.config.keys import keys_of
 from patrickstar.config.parsing import keys_for_initialize
 from patrickstar.config.spellings import AUTO
-from patrickstar.integrations.decided_config import own_config
+from patrickstar.integrations.decided_config import TRAINER_KEYS, of_engine, own_config
 
 logger = logging.getLogger("patrickstar")
 
@@ -94,7 +94,8 @@ def pop_loop_config(arguments: dict[str, Any]) -> tuple[dict[str, Any], int | No
 def without_loop_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of ``config`` without the keys that a script's own loop decides, after a warning that names them."""
     left = [key.name for key in keys_for_initialize(config) if config[key.name] != AUTO]
+    left += [key for key in TRAINER_KEYS if key in config]
     if left:
         logger.warning("left to the script's own loop, and not taken from the configuration: %s", ", ".join(left))
     of_loop = {key.name for key in keys_of() if key.reader is not None}
-    return {name: value for name, value in config.items() if name not in of_loop}
+    return {name: value for name, value in of_engine(config).items() if name not in of_loop}

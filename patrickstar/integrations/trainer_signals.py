@@ -14,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from patrickstar.engine.saved_run import SavedRun
+from patrickstar.integrations.decided_config import TRAINER_KEYS
 from patrickstar.integrations.engine_states import CHECKPOINT_FOLDER, last_complete
 
 
@@ -23,7 +24,7 @@ def signals_of(trainer: Any, config: dict[str, Any]) -> TrainerSignals | None:
     Raises:
         ValueError: ``resume`` has another value than ``"auto"``, or ``grace_seconds`` comes without it.
     """
-    resume, grace_seconds = config.pop("resume", None), config.pop("grace_seconds", None)
+    resume, grace_seconds = (config.pop(key, None) for key in TRAINER_KEYS)
     if resume not in ("auto", None):
         raise ValueError(f"resume is {resume!r}; give 'auto', or a path as train's resume_from_checkpoint")
     if resume is None and grace_seconds is not None:

@@ -33,7 +33,9 @@ def test_physical_cores_come_first_and_the_launching_core_is_whole(tmp_path):
     assert choose(topology).num_threads == 6
     assert choose(topology).worker_cpus == [1, 2, 3, 5, 6]
     assert choose(topology, num_threads=3).worker_cpus == [1, 2]
-    assert choose(topology, launching_core=_C.LaunchingCore.SHARED).worker_cpus == [0, 1, 2, 3, 4, 5, 6]
+    assert choose(topology).priority is _C.ThreadPriority.BELOW_LAUNCHES
+    shared = choose(topology, launching_core=_C.LaunchingCore.SHARED)
+    assert (shared.worker_cpus, shared.priority) == ([0, 1, 2, 3, 4, 5, 6], _C.ThreadPriority.USUAL)
 
 
 def test_any_number_of_threads_is_spread_over_nodes_in_proportion(tmp_path):

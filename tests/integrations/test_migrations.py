@@ -114,6 +114,37 @@ def test_a_trainer_with_a_deepspeed_file(run, tmp_path, caplog):
         run(trainer_script(TRAINER), *flags)
 
 
+PREEMPTED = """
+import json, signal, sys
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from tests.integrations.trainer_runs import Tokens, gpt2
+
+steps = []
+
+class Told(TrainerCallback):
+    def on_step_begin(self, args, state, *_, **__):
+        steps.append(state.global_step)
+        if len(sys.argv) > 2 and state.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+args = TrainingArguments(sys.argv[1], use_cpu=True, max_steps=4, save_strategy="no", report_to=[])
+Trainer(gpt2(), args, train_dataset=Tokens(8, seed=1), callbacks=[Told()]).train()
+print(json.dumps(steps))
+"""
+
+
+def test_a_trainer_that_a_scheduler_ends(run, tmp_path, caplog):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"device_memory": "2MiB", "resume": "auto", "grace_seconds": 100}))
+    flags = ("--config", str(file))
+    assert run(PREEMPTED, "told", flags=flags)[0] == 75
+    close_open_engine()
+    assert run(PREEMPTED, flags=flags)[:2] == (0, [2, 3])
+    close_open_engine()
+    assert run(LOOP, flags=flags)[0] == 0
+    assert "left to the script's own loop, and not taken from the configuration: resume, grace_seconds" in caplog.text
+
+
 LOOP = """
 import json, sys, torch
 from accelerate import Accelerator, DeepSpeedPlugin
