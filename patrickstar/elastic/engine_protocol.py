@@ -33,6 +33,11 @@ class ElasticEngine(RecoverableEngine, Protocol):
         """This rank's compute device."""
         ...
 
+    @property
+    def ranks_per_sample(self) -> int:
+        """See ``Engine.ranks_per_sample``."""
+        ...
+
     def resize(self, num_ranks: int, **options: Any) -> Resized:
         """See ``Engine.resize``."""
 

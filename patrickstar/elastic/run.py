@@ -55,8 +55,8 @@ class ElasticRun:
     """A rank's part of a run whose number of ranks can change; see the module's docstring.
 
     The constructor of a process with ``PATRICKSTAR_ELASTIC_JOINS`` 1 joins the run. Another process continues from the
-    checkpoint, if there is one; a sampler in ``user_state`` gets its ranks. Construct it after the optimizer, its
-    schedule and the sampler, before the first step.
+    checkpoint, if there is one; a sampler in ``user_state`` gets its ranks, where those that share samples
+    count as one. Construct it after the optimizer, its schedule and the sampler, before the first step.
 
     Args:
         engine: from ``initialize_engine``.

@@ -23,13 +23,15 @@ class NoisyEngine(Protocol):
 
 
 class RunBatch:
-    """Sets the batch and the ranks of user state, and measures noise if the batch may change.
+    """Sets the batch and the ranks of user state, and measures noise if the batch may change. Ranks that share samples
+    count as one in user state.
 
     Raises:
         ValueError: the user state has a range of batches, and the engine one batch.
     """
 
     def __init__(self, engine: Any, user_state: Iterable[Any]):
+        self._ranks_per_sample = engine.ranks_per_sample
         self._items = list(user_state)
         self._of_batch = [item for item in self._items if isinstance(item, OfBatch)]
         self._changing = list(filter(_is_changing, self._of_batch))
@@ -78,10 +80,11 @@ class RunBatch:
     def set_ranks(self, rank: int, num_ranks: int) -> None:
         """Sets the ranks of all user state. Raises ValueError if they cannot share it; nothing is changed then."""
         of_ranks = [item for item in self._items if isinstance(item, OfRanks)]
+        group, num_groups = rank // self._ranks_per_sample, num_ranks // self._ranks_per_sample
         for item in of_ranks:
-            item.check_ranks(num_ranks)
+            item.check_ranks(num_groups)
         for item in of_ranks:
-            item.set_ranks(rank, num_ranks)
+            item.set_ranks(group, num_groups)
 
     def states(self) -> list[Mapping[str, Any]]:
         """States for :meth:`restore`."""

@@ -48,6 +48,13 @@ class Engine(SavingFace):
         """The configuration's ``rank_timeout_seconds``."""
         return self._session.config.rank_timeout_seconds
 
+    @property
+    def ranks_per_sample(self) -> int:
+        """Neighbouring ranks that get the same samples, since they share sequences or matrices
+        (``sequence_parallel``, ``tensor_parallel``).
+        """
+        return self._session.config.ranks_per_sample
+
     def run_forward(self, call: Callable[[], _T]) -> _T:
         """Runs ``call`` as one forward of the module and returns its result. For steps of several module calls, such as
         a LightningModule's ``training_step``.

@@ -294,6 +294,10 @@ class _TrainerRanks:
     def rank_timeout_seconds(self) -> float:
         return self._trainer.accelerator.rank_timeout_seconds
 
+    @property
+    def ranks_per_sample(self) -> int:
+        return self._trainer.accelerator.ranks_per_sample
+
     def share_sums(self) -> None:
         """Losses not logged yet are each rank's own, and are logged as the mean."""
         trainer = self._trainer

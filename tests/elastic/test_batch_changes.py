@@ -182,6 +182,15 @@ def test_the_noise_scale_is_the_variance_over_the_squared_gradient(global_batch,
 class DeepSpeedLike:
     """An engine that does not measure its noise."""
 
+    def __init__(self, ranks_per_sample=1):
+        self.ranks_per_sample = ranks_per_sample
+
+
+def test_ranks_that_share_samples_count_as_one():
+    sampler = ElasticSampler(120, 12, 4)
+    RunBatch(DeepSpeedLike(ranks_per_sample=2), [sampler]).set_ranks(3, 4)
+    assert (sampler.rank, sampler.division.num_ranks) == (1, 2)
+
 
 def test_a_range_that_contradicts_itself_is_refused():
     with pytest.raises(ValueError, match="min 8, base 4 and max 16 samples"):

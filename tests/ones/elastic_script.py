@@ -23,18 +23,25 @@ from tests.ones.seen import Notes
 GLOBAL_BATCH, NUM_SAMPLES = 12, 120
 
 
-def build():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
-
-
-def main(folder, num_steps, step_seconds):
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(NUM_SAMPLES, 8, generator=generator)
-    data = TensorDataset(torch.arange(NUM_SAMPLES), inputs, inputs.sin().sum(1, keepdim=True))
+class Regression:
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "default_chunk_size": 4096}
-    engine, optimizer = initialize_engine(build, config=config)
+
+    def build(self):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 1))
+
+    def data(self, generator):
+        inputs = torch.randn(NUM_SAMPLES, 8, generator=generator)
+        return inputs, inputs.sin().sum(1, keepdim=True)
+
+    def loss(self, engine, x, y):
+        return nn.functional.mse_loss(engine(x), y)
+
+
+def main(folder, num_steps, step_seconds, task):
+    torch.set_num_threads(1)
+    data = TensorDataset(torch.arange(NUM_SAMPLES), *task.data(torch.Generator().manual_seed(2)))
+    engine, optimizer = initialize_engine(task.build, config=task.config)
     sampler = ElasticSampler(NUM_SAMPLES, GLOBAL_BATCH, 12)
     run = ElasticRun(
         engine,
@@ -49,10 +56,11 @@ def main(folder, num_steps, step_seconds):
         for micro_batches in ElasticLoader(data, sampler):
             with run.step():
                 optimizer.zero_grad()
-                for indices, x, y in micro_batches:
-                    loss = nn.functional.mse_loss(engine(x), y)
+                for indices, *batch in micro_batches:
+                    loss = task.loss(engine, *batch)
                     engine.backward(loss / len(micro_batches))
-                    seen.add(run.num_steps, run.num_lost, loss.item(), indices.tolist())
+                    if run.rank % engine.ranks_per_sample == 0:  # one of the ranks that share samples
+                        seen.add(run.num_steps, run.num_lost, loss.item(), indices.tolist())
                 optimizer.step()
                 time.sleep(step_seconds)
                 run.step_done(loss.item())
@@ -71,4 +79,4 @@ def main(folder, num_steps, step_seconds):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), Regression())
