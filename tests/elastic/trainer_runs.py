@@ -136,7 +136,7 @@ def follow_orders(
     ``kill_in`` a process and the phase of a resize. With either, ranks have copies, and no timeout ends a wait.
     """
     torch.set_num_threads(1)
-    number, counter, dies = int(os.environ["RANK"]), Count(), death is not None or kill_in is not None
+    number, counter, dies = int(os.environ.get("RANK", "0")), Count(), death is not None or kill_in is not None
 
     def note(phase: ResizePhase) -> None:
         if kill_in == (number, phase):
