@@ -2,8 +2,7 @@
 //
 // Launching core: on a GPU the thread that launches kernels limits the step's speed. The first core of the process's
 // share, with all its hyper-threads, is reserved for it, and host threads have a lower priority. Every other CPU gets a
-// thread. The pool's caller counts as one
-// of them but is never pinned; it may be the launching thread.
+// thread. The pool's caller counts as one of them but is never pinned; it may be the launching thread.
 //
 // Shares: process k of n takes the k-th of n runs of adjacent cores, and so stays on one node where possible. A mask
 // shared by several processes looks like one that a launcher cut for this process (numactl, Slurm). `num_sharing` tells

@@ -5,8 +5,8 @@
 // does not delay the others. Pieces start at multiples of the grain: elementwise results do not depend on the number of
 // threads. A loop allocates nothing, so it cannot stop half-way for lack of memory.
 //
-// Workers may be pinned to CPUs (common/host_threads.h). If the
-// system refuses a CPU, its worker is not pinned. Callers are not pinned and keep their priority.
+// Workers may be pinned to CPUs (common/host_threads.h). If the system refuses a CPU, its worker is not pinned. Callers
+// are not pinned and keep their priority.
 //
 //   ThreadPool pool(4);
 //   pool.parallel_for(numel, 1 << 16, [&](int64_t begin, int64_t end) { ... });

@@ -17,6 +17,12 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 
+// The queue, made at its first use.
+WorkQueue& made(std::unique_ptr<WorkQueue>& preparer) {
+  if (preparer == nullptr) preparer = std::make_unique<WorkQueue>(ThreadPriority::kBelowLaunches);
+  return *preparer;
+}
+
 }  // namespace
 
 KeptRegions::~KeptRegions() {
@@ -107,8 +113,7 @@ HostArena::Region* HostArena::reuse_region(int64_t needed_bytes, int64_t spare_b
 
 void HostArena::release_reused() {
   if (reused_ == nullptr) return;
-  if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>(ThreadPriority::kBelowLaunches);
-  preparer_->submit([rest = std::exchange(reused_, nullptr)]() mutable { rest.reset(); });
+  made(preparer_).submit([rest = std::exchange(reused_, nullptr)]() mutable { rest.reset(); });
 }
 
 void HostArena::prepare(HostBuffer& block) {
@@ -147,10 +152,9 @@ void HostArena::prepare_ahead() {
   if (!hooks_.prepare) return;  // mapping alone costs nothing
   for (const auto& region : regions_) {
     if (region->prepared || region->ahead != nullptr) continue;
-    if (preparer_ == nullptr) preparer_ = std::make_unique<WorkQueue>(ThreadPriority::kBelowLaunches);
     auto ahead = std::make_shared<Region::Ahead>();
     // On failure the first user of the region tries again and gets the error.
-    ahead->done = preparer_->submit([this, ahead, data = region->data, num_bytes = region->num_bytes] {
+    ahead->done = made(preparer_).submit([this, ahead, data = region->data, num_bytes = region->num_bytes] {
       if (ahead->is_taken.exchange(true)) return;
       hooks_.prepare(data, num_bytes);
       ahead->is_prepared = true;

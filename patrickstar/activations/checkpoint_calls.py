@@ -136,7 +136,9 @@ class CheckpointCalls:
         self._saved = tuple(saved)
 
     def expect_products(self, needed: Mapping[int, int]) -> None:
-        """Tells how many products recomputations ask for, by number of the call. Later ones correct it."""
+        """Sets the number of products that each call's recomputation needs, by number of the call. Each recomputation
+        corrects it.
+        """
         self._needed = {number: NeededProducts(most) for number, most in needed.items()}
 
     def observe(self, observer: CallObserver | None) -> None:

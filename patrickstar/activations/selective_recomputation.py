@@ -83,11 +83,13 @@ def is_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) 
 
 
 class NeededProducts:
-    """Number of a call's products that its recomputation asks for. It ends when autograd has all that it saved, so a
-    layer's last product is not asked for unless a later operation saves it.
+    """Number of a call's products that its recomputation computes or reads.
+
+    A recomputation ends when autograd has all tensors that the forward saved. A layer's last product is needed only if
+    a later operation saves it.
 
     Attributes:
-        most: as many as the last recomputation asked for; None: not known yet, all are kept.
+        most: number in the last recomputation; None: not known yet, all products are kept.
     """
 
     def __init__(self, most: int | None = None):
@@ -101,7 +103,9 @@ class NeededProducts:
 
 
 def keep_products(needed: NeededProducts | None = None) -> Contexts:
-    """The contexts of a call whose ``needed`` products (None: all) stay on the device until its backward."""
+    """The contexts of a call whose first products stay on the device until its backward: as many as ``needed`` says
+    (None: all).
+    """
     results: list[_Results | None] = []
     needed = needed or NeededProducts()
     most = needed.most

@@ -122,7 +122,7 @@ def are_operators_seen() -> bool:
 
 
 def _are_casts_seen() -> bool:
-    """:func:`are_operators_seen`, but for modes with ``sees_casts = False``."""
+    """:func:`are_operators_seen`; dispatch modes with ``sees_casts = False`` do not count."""
     if torch.compiler.is_compiling():
         return True
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))

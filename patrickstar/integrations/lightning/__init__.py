@@ -12,6 +12,6 @@ from patrickstar.integrations.lightning.precision import PatrickStarPrecision
 from patrickstar.integrations.lightning.preemption import Preemption
 from patrickstar.integrations.lightning.strategy import AfterRun, CheckpointFormat, ModuleInit, PatrickStarStrategy
 
-__all__ = ["AfterRun", "CheckpointFormat", "ModuleInit", "PatrickStarPrecision", "Preemption", "PatrickStarStrategy"]
+__all__ = ["AfterRun", "CheckpointFormat", "ModuleInit", "PatrickStarPrecision", "PatrickStarStrategy", "Preemption"]
 
 PatrickStarStrategy.register_strategies(pl.strategies.StrategyRegistry)
