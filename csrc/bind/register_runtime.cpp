@@ -240,6 +240,7 @@ void register_memory_calls(RuntimeClass& runtime) {
              return open.offload_store.put(reinterpret_cast<const void*>(data), num_bytes);
            }))
       .def("is_offloaded", bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::is_over))
+      .def("settle_offloading", bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::settle))
       .def("finish_offloading", bound<Call::kInspect>(&OpenEngine::offload_store, &OffloadStore::finish))
       .def("fetch_activation", bound<Call::kDevice>(+[](OpenEngine& open, int64_t ticket, uintptr_t to) {
              open.offload_store.fetch(ticket, reinterpret_cast<void*>(to));

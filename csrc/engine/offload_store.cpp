@@ -38,11 +38,14 @@ bool OffloadStore::is_over(Ticket ticket) const {
   return found == entries_.end() || memory().backend().is_over(found->second.put);
 }
 
-void OffloadStore::finish(Ticket ticket) {
+void OffloadStore::settle(Ticket ticket) {
   const TraceScope stall(memory().tracer(), {Track::kStall, StallCause::kRoom, kNoArray});
-  Entry& offloaded = entry(ticket);
-  memory().backend().synchronize(offloaded.put);
-  set_absent(offloaded, true);
+  memory().backend().synchronize(entry(ticket).put);
+}
+
+void OffloadStore::finish(Ticket ticket) {
+  settle(ticket);
+  set_absent(entry(ticket), true);
 }
 
 void OffloadStore::fetch(Ticket ticket, void* to) {

@@ -39,8 +39,10 @@ class OffloadStore {
   int64_t host_room_bytes() const { return pager_.best_effort_room_bytes(); }
   // Starts copying `data`, as written by compute work enqueued so far. kNoRoom: nothing was done.
   Ticket put(const void* data, int64_t num_bytes);
-  // True if the copy to the host is complete. finish() waits for it, and marks `data` as absent from the device.
+  // True if the copy to the host is complete. settle() waits for it.
   bool is_over(Ticket ticket) const;
+  void settle(Ticket ticket);
+  // settle() for an activation that left because the device had no room: until its fetch() it counts as absent.
   void finish(Ticket ticket);
   // Starts the copy back to `to`, after the compute work enqueued so far.
   void fetch(Ticket ticket, void* to);

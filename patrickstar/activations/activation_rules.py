@@ -11,7 +11,11 @@ import enum
 LEAST_SHARE = 4096
 """Tensors below this share of the device's memory are not offloaded, so that hooks cost little."""
 MOST_LEAVING = 2
-"""Most tensors being copied to the host: how far the launching thread may run ahead of the device."""
+"""Most tensors, or calls with products, being copied to the host: how far the launching thread may run ahead of the
+device.
+"""
+LEAST_SENT_BYTES = 2**20
+"""Smaller products stay on the device: a copy of 1 MiB has nine tenths of the link's bandwidth."""
 LEAST_ATTENTION_TOKENS = 32768
 """With fewer tokens attention is recomputed unless the configuration says "always": host memory then helps early
 updates more, and the link helps chunks more.
@@ -38,9 +42,9 @@ class Saved(enum.Enum):
     NOTHING = "nothing"
     PRODUCTS = "products"
     """Results of matrix products and of attention. Norms, activation functions and rotations are recomputed."""
+    PRODUCTS_ON_HOST = "products on host"
+    """Results of matrix products and of attention, in host memory."""
     EVERYTHING = "everything"
-    ON_HOST = "on host"
-    """Everything, in host memory."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Calls of ``torch.utils.checkpoint.checkpoint`` in the training forwards of one engine, and what each of them saves.
 
-    calls = CheckpointCalls(module, offload_store, attention)
-    calls.choose([Saved.NOTHING, Saved.PRODUCTS, Saved.EVERYTHING])  # by number within a forward
+    calls = CheckpointCalls(module, offload_store, on_host, attention)
+    calls.choose([Saved.PRODUCTS_ON_HOST, Saved.NOTHING, Saved.PRODUCTS])  # by number within a forward
     with calls.running():
         loss = module(...)
 
@@ -24,6 +24,7 @@ from torch import nn
 
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.offloaded_activations import OffloadStore
+from patrickstar.activations.products_on_host import ProductPlace, ProductsOnHost
 from patrickstar.activations.selective_recomputation import (
     Contexts,
     NeededProducts,
@@ -77,13 +78,21 @@ class CheckpointCalls:
 
     Args:
         module: the model.
-        offload_store: of the engine; None: no activation may leave the device.
+        offload_store: of the engine; None: inputs of calls stay on the device.
+        on_host: of the engine; None: no product may leave the device.
         attention: selective recomputation for calls that save nothing; None: attention is recomputed too.
     """
 
-    def __init__(self, module: nn.Module, offload_store: OffloadStore | None, attention: SelectiveAttention | None):
+    def __init__(
+        self,
+        module: nn.Module,
+        offload_store: OffloadStore | None,
+        on_host: ProductsOnHost | None,
+        attention: SelectiveAttention | None,
+    ):
         self._module = module
         self._offload_store = offload_store
+        self._on_host = on_host
         self._attention = attention
         self._has_statistics = any(place.is_statistic for place in buffer_places(module))
         self._saved: tuple[Saved, ...] = ()
@@ -110,6 +119,11 @@ class CheckpointCalls:
         return self._sees_operations
 
     @property
+    def may_send(self) -> bool:
+        """True if products may leave the device."""
+        return self._on_host is not None
+
+    @property
     def obstacle(self) -> str:
         """Why calls of this model keep PyTorch's checkpoint; empty if they need not."""
         if self._has_statistics:
@@ -126,9 +140,9 @@ class CheckpointCalls:
         Raises:
             ValueError: nothing may leave the device, or the model keeps PyTorch's checkpoint. Nothing is changed.
         """
-        if Saved.ON_HOST in saved and self._offload_store is None:
+        if Saved.PRODUCTS_ON_HOST in saved and not self.may_send:
             raise ValueError(
-                'activations cannot be saved on the host: nothing may leave the device; set "activations": '
+                'products cannot be saved on the host: nothing may leave the device; set "activations": '
                 '{"offload": "auto"}'
             )
         if self.obstacle and any(kept is not Saved.NOTHING for kept in saved):
@@ -145,6 +159,11 @@ class CheckpointCalls:
         """Lets ``observer`` measure the next forwards and their recomputations."""
         self._observer = observer
 
+    def finish(self) -> None:
+        """Waits for all running copies of products to the host."""
+        if self._on_host is not None:
+            self._on_host.finish()
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Wraps a training forward, within the offload store's ``keeping``."""
@@ -156,6 +175,8 @@ class CheckpointCalls:
         self._in_last_forward = self._saved
         self._num_calls, self._is_inside, self._hooks = 0, False, _hooks_on_saved_tensors()
         self._sees_operations = None
+        if self._on_host is not None:
+            self._on_host.begin_forward()
         before = getattr(_running, "calls", None)
         _running.calls = self
         _replace()
@@ -182,10 +203,6 @@ class CheckpointCalls:
         try:
             if saved is Saved.EVERYTHING:
                 yield from self._run_without_hooks()
-            elif saved is Saved.ON_HOST:
-                assert self._offload_store is not None
-                with self._offload_store.leaving():
-                    yield
             else:
                 if is_plain:
                     self._prepare(number, saved, bound)
@@ -197,8 +214,9 @@ class CheckpointCalls:
         """Sets the arguments of a checkpoint: what it keeps, and its observed recomputation."""
         name, function = next(iter(bound.arguments.items()))
         contexts: Callable[[], Contexts] | None = None
-        if saved is Saved.PRODUCTS and self.sees_operations:
-            contexts = functools.partial(keep_products, self._needed.setdefault(number, NeededProducts()))
+        if saved in (Saved.PRODUCTS, Saved.PRODUCTS_ON_HOST) and self.sees_operations:
+            place = ProductPlace() if self._on_host is None else self._on_host.place(saved)
+            contexts = functools.partial(keep_products, self._needed.setdefault(number, NeededProducts()), place)
         elif self._attention is not None and self._attention.serves(_first_of(bound)) and self.sees_operations:
             contexts = self._attention.contexts
         observer = self._observer

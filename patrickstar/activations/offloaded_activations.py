@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
-import enum
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import MOST_LEAVING, DeviceShares, comes_ahead
+from patrickstar.activations.host_copies import CopyPlace, HostCopy, is_whole
 from patrickstar.activations.working_activations import ExpectedInputs, WorkingBytes
 
 
@@ -49,15 +49,17 @@ class OffloadStore:
         self.working = WorkingBytes(runtime, self._shares)
         self._known: weakref.WeakValueDictionary[Any, Offloaded] = weakref.WeakValueDictionary()
         self._on_device: collections.deque[weakref.ref[Offloaded]] = collections.deque()
-        self._kept_last: collections.deque[weakref.ref[Offloaded]] = self._on_device  # receives new tensors
         self._leaving: collections.deque[Offloaded] = collections.deque()
-        # The simulated device counts memory to the byte. The least budget in an error must not depend on the
-        # progress of copies on a busy machine.
-        self._most_leaving = MOST_LEAVING if device.type == "cuda" else 0
+        self._most_leaving = most_leaving(device)
         self._away: list[tuple[int, weakref.ref[Offloaded]]] = []  # by number
         self._num_kept = 0
         self._inputs = ExpectedInputs()
         self._missed_bytes = 0  # twice the largest tensor that found no host buffer
+
+    @property
+    def least_bytes(self) -> int:
+        """Smaller tensors stay."""
+        return self._shares.least_bytes
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -72,25 +74,6 @@ class OffloadStore:
         except BaseException:
             self.finish()
             raise
-
-    @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Wraps a call without a checkpoint, whose activations leave together at its end. They are copied while the
-        next call computes. Activations kept before follow their own rule.
-        """
-        self._kept_last = collections.deque()
-        try:
-            yield
-            self.finish()  # copies of the previous call
-            for ref in self._kept_last:
-                kept = ref()
-                if kept is not None and kept.is_unchanged:  # else its backward raises
-                    kept.would_stay = False
-                    self._send(kept)
-            if self._most_leaving == 0:
-                self.finish()
-        finally:
-            self._kept_last = self._on_device
 
     def finish(self) -> None:
         """Waits for all running copies to the host."""
@@ -135,12 +118,10 @@ class OffloadStore:
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         kept = self._known.get(key)
         if kept is None or kept.place is not CopyPlace.ON_DEVICE:
-            is_input = self._kept_last is self._on_device
-            if is_input and self._inputs.is_larger(tensor):
+            if self._inputs.is_larger(tensor):
                 self.working.forget()
             kept = self._known[key] = self._hold(tensor)
-            if is_input:
-                self._inputs.note(tensor.nbytes)
+            self._inputs.note(tensor.nbytes)
         return kept
 
     def _hold(self, tensor: torch.Tensor, beyond: int = 0) -> Offloaded:
@@ -148,20 +129,13 @@ class OffloadStore:
         kept = Offloaded(self, tensor, self._num_kept, beyond)
         self._num_kept += 1
         self._make_room()
-        self._kept_last.append(weakref.ref(kept))
+        self._on_device.append(weakref.ref(kept))
         return kept
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.nbytes < self._shares.least_bytes
-            or tensor.device != self._device
-        ):
+        if type(tensor) is not torch.Tensor or tensor.nbytes < self.least_bytes or tensor.device != self._device:
             return False
-        storage = tensor.untyped_storage()
-        # Offloading a part of a larger storage frees nothing while something else holds it.
-        whole = _is_dense(tensor) and storage.nbytes() < 2 * tensor.nbytes
-        return whole and storage._cdata not in self._storages
+        return is_whole(tensor) and tensor.untyped_storage()._cdata not in self._storages
 
     def _make_room(self) -> None:
         """Sends the oldest tensors to the host while activations exceed their share."""
@@ -225,100 +199,59 @@ class OffloadStore:
             self._away.pop()
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements fill one range of memory, in any order."""
-    stride = 1
-    for size, step in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1 and step != stride:
-            return False
-        stride *= size
-    return True
+def most_leaving(device: torch.device) -> int:
+    """``MOST_LEAVING`` on a GPU. None on the simulated device, which counts memory to the byte: the least budget in an
+    error must not depend on the progress of copies on a busy machine.
+    """
+    return MOST_LEAVING if device.type == "cuda" else 0
 
 
-class CopyPlace(enum.Enum):
-    """Where a kept tensor is. It holds device memory everywhere except in ``AWAY``."""
+class Offloaded(HostCopy):
+    """A tensor of an :class:`OffloadStore`, which leaves if the device has no room.
 
-    ON_DEVICE = enum.auto()
-    LEAVING = enum.auto()
-    AWAY = enum.auto()
-    COMING = enum.auto()
-
-
-class Offloaded:
-    """A tensor kept between forward and backward."""
+    Attributes:
+        number: of the tensor, in the order of the forward.
+    """
 
     def __init__(self, offload_store: OffloadStore, tensor: torch.Tensor, number: int, beyond: int):
+        super().__init__(offload_store.runtime, tensor)
         self._offload_store = offload_store
-        self._runtime = offload_store.runtime
         self._working = offload_store.working
-        self.place = CopyPlace.ON_DEVICE
         self.number = number
-        self.num_bytes = tensor.nbytes
-        self.shape, self._stride, self._dtype, self._device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self._tensor: torch.Tensor | None = tensor
-        self._version = tensor._version
-        self._was_changed = False
-        self.ticket = -1  # in the core, once it has left
         self._is_absent = False
-        self.would_stay = True
-        """False for a tensor that rests on the host even if the device has room."""
         self._beyond = beyond
         self._working.hold(self.num_bytes, beyond)
 
-    @property
-    def is_unchanged(self) -> bool:
-        """True if the tensor was not changed in place since it was kept. Nothing can change it on the host."""
-        return not self._was_changed and (self._tensor is None or self._tensor._version == self._version)
-
-    def leave(self) -> bool:
-        """Starts the copy to the host; False if the host has no room."""
-        assert self._tensor is not None
-        self.ticket = self._runtime.offload_activation(self._tensor.data_ptr(), self.num_bytes)
-        if self.ticket < 0:
-            return False
-        self.place = CopyPlace.LEAVING
-        return True
-
     def finish_leaving(self) -> None:
-        """Waits for the copy, and releases the device memory."""
-        self._runtime.finish_offloading(self.ticket)
-        self._was_changed = not self.is_unchanged
-        self.place, self._tensor = CopyPlace.AWAY, None
+        """See :class:`HostCopy`."""
+        super().finish_leaving()
         self._working.hold(-self.num_bytes, -self._beyond)
         self._set_absent(True)
 
     def fetch(self) -> None:
-        """Starts the copy to the device."""
-        self._tensor = torch.empty_strided(self.shape, self._stride, dtype=self._dtype, device=self._device)
-        self._version = self._tensor._version
-        self._runtime.fetch_activation(self.ticket, self._tensor.data_ptr())
-        self.place = CopyPlace.COMING
+        """See :class:`HostCopy`."""
+        super().fetch()
         self._set_absent(False)
 
     def take(self) -> torch.Tensor:
-        """The value. It may be taken again: the offload store does not hold the copy on the device."""
+        """See :class:`HostCopy`."""
         self._working.measure()
-        if self.place is CopyPlace.AWAY:
-            self.fetch()
-        tensor = self._tensor
-        assert tensor is not None
-        if self.place is CopyPlace.COMING:
-            self._runtime.await_activation(self.ticket)
-            self.place, self._tensor = CopyPlace.AWAY, None
+        returns = self.place in (CopyPlace.AWAY, CopyPlace.COMING)
+        tensor = super().take()
+        if returns:
             self._working.note_return(self.num_bytes)
         self._offload_store.fetch_ahead(self)
         return tensor
 
+    def _await_offloading(self) -> None:
+        self._runtime.finish_offloading(self.ticket)
+
     def _set_absent(self, is_absent: bool) -> None:
-        if self.would_stay:
-            self._working.absent_bytes += (is_absent - self._is_absent) * self.num_bytes
+        self._working.absent_bytes += (is_absent - self._is_absent) * self.num_bytes
         self._is_absent = is_absent
 
     def __del__(self):
         self._set_absent(False)
-        if self.place is CopyPlace.COMING and not self._runtime.closed:
-            self._runtime.await_activation(self.ticket)  # later computation may reuse its memory
-        if self.place is not CopyPlace.ON_DEVICE:
-            self._runtime.drop_activation(self.ticket)
+        super().__del__()
         if self.place in (CopyPlace.ON_DEVICE, CopyPlace.LEAVING):
             self._working.hold(-self.num_bytes, -self._beyond)

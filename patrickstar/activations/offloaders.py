@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS
+from patrickstar.activations.activation_rules import LEAST_ATTENTION_TOKENS, LEAST_SENT_BYTES
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
-from patrickstar.activations.offloaded_activations import OffloadStore
+from patrickstar.activations.offloaded_activations import OffloadStore, most_leaving
+from patrickstar.activations.products_on_host import ProductsOnHost
 from patrickstar.activations.selective_recomputation import SelectiveAttention
 from patrickstar.config import ActivationOffload, ActivationsConfig, KeepAttention
 from patrickstar.module.checkpointed_layers import checkpointable_modules, is_checkpointing
@@ -32,14 +33,19 @@ def activation_offloader(
         chunk_bytes: device bytes of the largest module's chunks.
     """
     if section.offload is ActivationOffload.NEVER:
-        return StayingActivations(CheckpointCalls(module, None, None))
+        return StayingActivations(CheckpointCalls(module, None, None, None))
     params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
     offload_store = OffloadStore(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
     attention = None
     if section.keep_attention is not KeepAttention.NEVER:
         least_tokens = 0 if section.keep_attention is KeepAttention.ALWAYS else LEAST_ATTENTION_TOKENS
         attention = SelectiveAttention(offload_store, least_tokens)
-    calls = CheckpointCalls(module, offload_store, attention)
+    on_host = ProductsOnHost(
+        runtime,
+        least_bytes=min(LEAST_SENT_BYTES, offload_store.least_bytes),
+        most_leaving=most_leaving(device),
+    )
+    calls = CheckpointCalls(module, offload_store, on_host, attention)
     if section.offload is ActivationOffload.ALWAYS:
         return AllActivations(offload_store, calls)
     return CheckpointedActivations(module, offload_store, calls)
@@ -112,6 +118,7 @@ class AllActivations:
     def finish(self) -> None:
         """See :class:`ActivationOffloader`."""
         self._offload_store.finish()
+        self.calls.finish()
 
 
 class CheckpointedActivations:

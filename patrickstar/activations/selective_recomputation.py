@@ -1,7 +1,7 @@
 """Selective recomputation: results of expensive operations in a checkpointed call are kept, and its recomputation reads
 them instead of computing them again.
 
-    contexts = keep_products()                        # on the device
+    contexts = keep_products(needed, place)
     contexts = SelectiveAttention(offload_store, least_tokens=32768).contexts  # in the offload store
     checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
@@ -18,7 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.activations.offloaded_activations import Offloaded, OffloadStore
+from patrickstar.activations.host_copies import HostCopy
+from patrickstar.activations.offloaded_activations import OffloadStore
+from patrickstar.activations.products_on_host import OnDevice, ProductPlace
 from patrickstar.fp8.products import MULTIPLY
 
 _aten = torch.ops.aten
@@ -102,18 +104,18 @@ class NeededProducts:
         return is_one
 
 
-def keep_products(needed: NeededProducts | None = None) -> Contexts:
-    """The contexts of a call whose first products stay on the device until its backward: as many as ``needed`` says
-    (None: all).
-    """
+def keep_products(needed: NeededProducts, place: ProductPlace) -> Contexts:
+    """The contexts of a call whose first products stay in ``place`` until its backward: as many as ``needed`` says."""
     results: list[_Results | None] = []
-    needed = needed or NeededProducts()
     most = needed.most
 
     def is_needed(*operation: Any) -> bool:
         return (most is None or len(results) < most) and is_product(*operation)
 
-    return _Keeping(results, is_needed, _kept_on_device), _RecallingNeeded(results, needed)
+    def keep(func: Any, args: Any, kwargs: Any, given: tuple[Any, ...]) -> list[Any]:
+        return [place.keep(_alias(value)) if isinstance(value, torch.Tensor) else value for value in given]
+
+    return _KeepingProducts(results, is_needed, keep, place), _RecallingProducts(results, needed, place)
 
 
 class ComparedProducts:
@@ -145,13 +147,13 @@ class _Summing(OperationMode):
         super().__init__()
         self._pairs = pairs
         self._sums = sums
-        self._held: list[_OnDevice] = []
+        self._held: list[OnDevice] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = func(*args, **(kwargs or {}))
         if is_product(func, args, kwargs):
             for value in _float_results(given):
-                self._held.append(_OnDevice(value))
+                self._held.append(OnDevice(_alias(value)))
                 self._sums.append(_sum_of_bits(value))
         return given
 
@@ -245,24 +247,10 @@ def _dropout_p(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     return args[place] if len(args) > place else (kwargs or {}).get("dropout_p", 0.0)
 
 
-class _OnDevice:
-    """A result that stays on the device. It shares the version counter of the tensor that the model sees."""
-
-    def __init__(self, tensor: torch.Tensor):
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            self._tensor = tensor.detach()
-        self._version = tensor._version
-
-    @property
-    def is_unchanged(self) -> bool:
-        return self._tensor._version == self._version
-
-    def take(self) -> torch.Tensor:
-        return self._tensor
-
-
-def _kept_on_device(func: Any, args: Any, kwargs: Any, given: tuple[Any, ...]) -> list[Any]:
-    return [_OnDevice(value) if isinstance(value, torch.Tensor) else value for value in given]
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its graph, with the version counter of the one that the model sees."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class _Results:
@@ -279,9 +267,9 @@ class _Results:
 
     def take(self) -> Any:
         """The results; None if one was changed in place after it was kept."""
-        if any(isinstance(value, (Offloaded, _OnDevice)) and not value.is_unchanged for value in self._kept):
+        if any(isinstance(value, (HostCopy, OnDevice)) and not value.is_unchanged for value in self._kept):
             return None
-        taken = [value.take() if isinstance(value, (Offloaded, _OnDevice)) else value for value in self._kept]
+        taken = [value.take() if isinstance(value, (HostCopy, OnDevice)) else value for value in self._kept]
         taken = [value.detach() if isinstance(value, torch.Tensor) else value for value in taken]
         return taken[0] if self._is_single else tuple(taken)
 
@@ -302,6 +290,22 @@ class _Keeping(OperationMode):
             kept = self._keep(func, args, kwargs or {}, (given,) if is_single else given)
             self._results.append(None if kept is None else _Results(func, kept, is_single))
         return given
+
+
+class _KeepingProducts(_Keeping):
+    """Mode of a forward: keeps products in ``place``."""
+
+    def __init__(
+        self, results: list[_Results | None], counts: Callable[..., bool], keep: Callable[..., Any], place: ProductPlace
+    ):
+        super().__init__(results, counts, keep)
+        self._place = place
+
+    def __exit__(self, exc_type: Any, *exception: Any) -> Any:
+        result = super().__exit__(exc_type, *exception)
+        if exc_type is None:
+            self._place.end_forward()
+        return result
 
 
 class _Recalling(OperationMode):
@@ -334,13 +338,15 @@ class _Recalling(OperationMode):
         return kept
 
 
-class _RecallingNeeded(_Recalling):
-    """Mode of the recomputation: notes how many products it needs."""
+class _RecallingProducts(_Recalling):
+    """Mode of the recomputation: reads products from ``place``, and notes how many it needs."""
 
-    def __init__(self, results: list[_Results | None], needed: NeededProducts):
+    def __init__(self, results: list[_Results | None], needed: NeededProducts, place: ProductPlace):
         super().__init__(results, needed.note)
         self._needed = needed
+        self._place = place
 
     def __enter__(self) -> Any:
         self._needed.most = 0
+        self._place.begin_recomputation()
         return super().__enter__()

@@ -221,9 +221,10 @@ class ActivationsConfig(Section):
     recompute: Annotated[Recompute, HONOURED] = Recompute.AUTO
     """Recomputation of checkpointed calls (``torch.utils.checkpoint`` with ``use_reentrant=False``, as Hugging Face's
     layers make them). ``"auto"``: with a GPU, the first step measures what each call would save. Calls then save
-    everything, or the results of matrix products and attention, or nothing, whichever gives the shortest predicted
-    step. ``"always"``: they save nothing. Numbers do not depend on it. Batch norms, ``preserve_rng_state=False`` and a
-    ``context_fn`` of the user mean ``"always"``; compiled layers save everything or nothing.
+    everything, or the results of matrix products and attention, on the GPU or on the host, or nothing, whichever gives
+    the shortest predicted step. ``"always"``: they save nothing. Numbers do not depend on it. Batch norms,
+    ``preserve_rng_state=False`` and a ``context_fn`` of the user mean ``"always"``; compiled layers save everything or
+    nothing.
     """
     keep_attention: Annotated[KeepAttention, HONOURED] = KeepAttention.AUTO
     """Selective recomputation: keep attention's outputs in checkpointed layers of a Hugging Face model, so that the

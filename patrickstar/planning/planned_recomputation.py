@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Iterable
 
 from patrickstar import _C
+from patrickstar.activations.activation_rules import Saved
 from patrickstar.planning.case import Case
+from patrickstar.planning.ladder import Ladder
 from patrickstar.planning.prediction import Predictor
-from patrickstar.planning.recomputation import WORTH_SAVING, Choice, lowest_of_shortest
+from patrickstar.planning.recomputation import WORTH_SAVING, Choice, choose_saved, lowest_of_shortest
 from patrickstar.planning.setting import DoesNotFitError
 
 Search = Callable[[int, Callable[[list[int]], list[float]]], Choice]
@@ -54,11 +56,27 @@ class _Rungs:
 
     def shortest(self, choose: Search) -> Case:
         """The case that ``choose`` finds."""
-        choice = choose(self._ladder.top, lambda rungs: [self._seconds_of(rung) for rung in sorted(rungs)])
-        saved = self._ladder.saved(choice.rung)
+        num_sent = self._predictor.most_sent(self._case) if self._ladder.has_products else 0
+        choice = choose_saved(self._ladder, num_sent, self._seconds_on, choose)
         if choice.rung == 0:
-            return dataclasses.replace(self._case, saved=saved)
-        return self._predictor.predict(self._case.setting, saved)
+            return dataclasses.replace(self._case, saved=choice.saved)
+        return self._predictor.predict(self._case.setting, choice.saved)
+
+    def _seconds_on(self, ladder: Ladder, rungs: list[int]) -> list[float]:
+        """Predicted seconds of the rungs of one ladder; infinite as :meth:`_seconds_of` says."""
+        if ladder is self._ladder:
+            return [self._seconds_of(rung) for rung in sorted(rungs)]
+        return [self._seconds_with(ladder.saved(rung)) for rung in rungs]
+
+    def _seconds_with(self, saved: tuple[Saved, ...]) -> float:
+        """Predicted seconds of a step whose calls send products."""
+        least = max(seconds - self._computing[rung] for rung, seconds in self._known.items())
+        if (least + self._compute(saved)) * (1 + WORTH_SAVING) > min(self._known.values()):
+            return math.inf
+        try:
+            return self._predictor.predict(self._case.setting, saved, _C.cautious).step.seconds
+        except DoesNotFitError:
+            return math.inf
 
     def _seconds_of(self, rung: int) -> float:
         """Predicted seconds; infinite if the step does not fit or the rung cannot be worth it."""
@@ -71,7 +89,7 @@ class _Rungs:
         except DoesNotFitError:
             return math.inf
         self._known[rung] = predicted.step.seconds
-        self._computing[rung] = max(self._compute(rung), predicted.step.compute_seconds)
+        self._computing[rung] = max(self._compute(self._ladder.saved(rung)), predicted.step.compute_seconds)
         return self._known[rung]
 
     def _may_be_chosen(self, rung: int) -> bool:
@@ -85,10 +103,11 @@ class _Rungs:
     def _least_seconds(self, first: int, last: int) -> float:
         """Seconds that every step of these rungs takes."""
         lower = [known for known in self._known if known < first]
-        return max((self._known[known] - self._computing[known] for known in lower), default=0.0) + self._compute(last)
+        beside = max((self._known[known] - self._computing[known] for known in lower), default=0.0)
+        return beside + self._compute(self._ladder.saved(last))
 
-    def _compute(self, rung: int) -> float:
+    def _compute(self, saved: tuple[Saved, ...]) -> float:
         """Seconds of a step's computation without dequantisation."""
         case = self._case
-        seconds = self._predictor.compute_seconds(case.setting, self._ladder.saved(rung))
+        seconds = self._predictor.compute_seconds(case.setting, saved)
         return seconds * case.setting.accumulation

@@ -11,11 +11,12 @@ from patrickstar.activations.activation_rules import DeviceShares, Saved
 from patrickstar.config import ActivationOffload, OptimizerType, Speculation
 from patrickstar.planning.case import Case
 from patrickstar.planning.cluster import Cluster
+from patrickstar.planning.ladder import Ladder, saved_calls
 from patrickstar.planning.leaving import LinkedDevice
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.placed_states import earliest_updates, states_on_device
 from patrickstar.planning.predicted_step import Prediction
-from patrickstar.planning.recomputation import Ladder, saved_calls, step_with_saved
+from patrickstar.planning.saved_steps import most_sent, sent_bytes, step_with_saved
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.simulation import accumulated, choose_plan, shared_host_plan
 from patrickstar.planning.step_plan import Plan, SavedCalls, planned_chunks
@@ -93,6 +94,14 @@ class Predictor:
         num_calls = max((call.number + 1 for call in calls), default=0)
         return Ladder(num_calls, has_products=any(call.product_bytes for call in calls))
 
+    def most_sent(self, case: Case) -> int:
+        """Most calls that may send products to the host, within the budgets of ``case``, in which none does."""
+        if not self._may_leave(case.setting):
+            return 0
+        timed = self._timeline(self._first_device(case.setting), self._nowhere)
+        room = case.setting.host_bytes - case.host_bytes - case.offloaded_bytes
+        return most_sent(timed, self._machine.download_gbps, room)
+
     def compute_seconds(self, setting: Setting, saved: tuple[Saved, ...]) -> float:
         """Computation of a forward and its backward, without dequantisation, in which calls save ``saved``."""
         timed = self._timeline(self._first_device(setting), self._nowhere, None, saved)
@@ -116,7 +125,10 @@ class Predictor:
         later, room, timed = placed.later, placed.room, placed.timed
         slowdown = self._cluster.slowdown(self._machine)
         timed = dataclasses.replace(timed, seconds=[seconds * slowdown for seconds in timed.seconds])
-        offloaded_bytes = 0 if later is None else self._uses.leaving(later).away_bytes
+        offloaded_bytes = sent_bytes(self._uses.calls, saved)
+        if offloaded_bytes > max(room, 0):
+            raise DoesNotFitError("the host has no room for products of checkpointed calls")
+        offloaded_bytes += 0 if later is None else self._uses.leaving(later).away_bytes
         room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
         rates = self._update_rates(setting.optimizer, on_device)

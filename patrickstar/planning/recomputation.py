@@ -1,17 +1,19 @@
 """The choice of what checkpointed calls save: the shortest predicted step within the budgets.
 
-    ladder = Ladder(num_calls, has_products=True)
-    chosen = choose_rung(ladder.top, lambda rungs: [predicted_seconds(engine, step, ladder.saved(r)) for r in rungs])
+    def seconds_of(ladder, rungs):
+        return [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
 
-A ladder orders the choices by activation memory. Calls save their products, the last calls first, since their
-activations live shortest. Once all do, calls save everything, the last first. Each rung is a whole program: more saved
-activations leave less device memory to optimizer states and chunks.
+    choice = choose_saved(Ladder(num_calls, has_products=True), most_sent(timed, gbps, room_bytes), seconds_of)
+    saved = choice.ladder.saved(choice.rung)
+
+Each rung is a whole program: more saved activations leave less device memory to optimizer states and chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,9 +21,10 @@ from typing import Any
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.call_measurement import MeasuredCall
+from patrickstar.planning.ladder import Ladder
 from patrickstar.planning.placed_states import earliest_updates, states_on_device
+from patrickstar.planning.saved_steps import sent_bytes, step_with_saved
 from patrickstar.planning.simulation import choose_plan
-from patrickstar.planning.step_plan import SavedCalls
 from patrickstar.planning.timeline import TimedTimeline
 
 _COARSE = 8
@@ -32,10 +35,8 @@ _FORWARD_OF_RECOMPUTATION = 1.2
 """A forward relative to its recomputation, which stops before the last product. 1.18 for Llama's layers (log.md)."""
 _LOSS_OF_PRODUCTS = 2.0
 """A loss with its output layer relative to that layer's products. Not measured."""
-_FRAGMENTS = 1.1
-"""Device memory of saved activations relative to their bytes: PyTorch's allocator does not fill its segments. With 45
-GB saved beside chunk buffers, 2 GB more were reserved than planned (docs/log.md).
-"""
+_SENDING_PARTS = 3
+"""Numbers of calls that are tried as senders of products: equal parts of the most."""
 WORTH_SAVING = 0.01
 """Least gain for which a higher rung is chosen. Not measured."""
 
@@ -115,93 +116,6 @@ def _alike(calls: Sequence[MeasuredCall], num_accesses: int) -> dict[tuple[Any, 
     return places
 
 
-class Ladder:
-    """The choices for ``num_calls`` calls of a forward, by activation memory. Without ``has_products`` calls save
-    nothing or everything.
-    """
-
-    def __init__(self, num_calls: int, *, has_products: bool):
-        self._num_calls = num_calls
-        self.has_products = has_products
-        self._levels = (Saved.PRODUCTS, Saved.EVERYTHING) if has_products else (Saved.EVERYTHING,)
-
-    @property
-    def top(self) -> int:
-        """The highest rung. Rung 0 saves nothing."""
-        return len(self._levels) * self._num_calls
-
-    def saved(self, rung: int) -> tuple[Saved, ...]:
-        """Choices of the calls, by number."""
-        full, rest = divmod(rung, self._num_calls) if self._num_calls else (0, 0)
-        levels = (Saved.NOTHING, *self._levels, self._levels[-1])
-        return (levels[full],) * (self._num_calls - rest) + (levels[full + 1],) * rest
-
-
-def step_with_saved(timed: TimedTimeline, saved: Sequence[Saved]) -> TimedTimeline:
-    """The timeline of a step that saves nothing, if its calls save ``saved``, by number; further calls save nothing.
-
-    Saved bytes grow during the call's forward and stay until its recomputation, products until that ends. Without
-    recomputation, its accesses are left out, and the access before them takes over their gradients, their copies and
-    the rest of their time. With saved products, recomputation is shorter by their time.
-    """
-    uses = [access["uses"] for access in timed.accesses]
-    peaks = [access["activation_peak_bytes"] for access in timed.accesses]
-    seconds, copies = list(timed.seconds), list(timed.copies)
-    left_out: set[int] = set()
-    for call in timed.calls:
-        kept = saved[call.number] if call.number < len(saved) else Saved.NOTHING
-        if kept is Saved.NOTHING:
-            continue
-        num_bytes = int(_FRAGMENTS * (call.product_bytes if kept is Saved.PRODUCTS else call.saved_bytes))
-        forward = max(call.forward_end - call.forward_begin, 1)
-        for index in range(max(call.forward_begin, 0), call.recompute_begin + 1):
-            share = min((index - call.forward_begin) / forward, 1.0)
-            peaks[index] += int(num_bytes * share)
-        recomputed = range(call.recompute_begin + 1, call.recompute_end + 1)
-        if kept is Saved.PRODUCTS:
-            for index in recomputed:
-                peaks[index] += num_bytes
-            total = sum(seconds[index] for index in recomputed)
-            left = max(total - call.product_seconds, 0.0) / total if total > 0 else 1.0
-            for index in recomputed:
-                seconds[index] *= left
-        else:
-            before = call.recompute_begin
-            moved = [use for index in recomputed for use in uses[index] if use[2] != _C.ArrayUseMode.READ]
-            uses[before] = list(dict.fromkeys([*uses[before], *moved]))
-            peaks[before] = max(peaks[index] for index in (before, *recomputed[-1:]))
-            seconds[before] += sum(seconds[index] for index in recomputed) - call.recompute_seconds
-            seconds[before] = max(seconds[before], 0.0)
-            if copies:
-                copies[before] = dataclasses.replace(copies[before])
-            for index in recomputed if copies else ():
-                copies[before].add(copies[index])
-            left_out.update(recomputed)
-    stays = [index for index in range(len(seconds)) if index not in left_out]
-    accesses = [
-        {**timed.accesses[index], "uses": uses[index], "activation_peak_bytes": peaks[index]} for index in stays
-    ]
-    of_stays = [copies[index] for index in stays] if copies else []
-    return TimedTimeline(accesses, [seconds[index] for index in stays], timed.waste_bytes, of_stays)
-
-
-def saved_calls(
-    timed: TimedTimeline, ladder: Ladder, saved: Sequence[Saved], size: int, *, is_quadratic: bool
-) -> SavedCalls:
-    """The choice ``saved`` with the bytes of the largest forward of ``timed``. ``size``, ``is_quadratic``: as in
-    :class:`SavedCalls`.
-    """
-    calls = [[call for call in timed.calls if call.number == number] for number in range(len(saved))]
-    return SavedCalls(
-        tuple(kept.value for kept in saved),
-        tuple(max((c.product_bytes for c in same), default=0) * ladder.has_products for same in calls),
-        tuple(max((c.saved_bytes for c in same), default=0) for same in calls),
-        timed.activation_peak_bytes,
-        size,
-        is_quadratic,
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class PlacedStep:
     """Placement of states for a step, by chunk."""
@@ -210,12 +124,14 @@ class PlacedStep:
     tiers: list[_C.Tier]
     updates: list[_C.Recipe]
     """The earliest that memory allows."""
+    room_bytes: int
+    """Host memory that is left; negative: too little."""
 
 
 @contextlib.contextmanager
-def placed_step(engine: PlacedEngine, timed: TimedTimeline) -> Iterator[PlacedStep]:
+def placed_step(engine: PlacedEngine, timed: TimedTimeline, away_bytes: int = 0) -> Iterator[PlacedStep]:
     """Places states as the engine does once it knows this timeline. Within the context, the engine's budget has the
-    host memory for gradients that this placement leaves.
+    host memory for gradients that this placement leaves. ``away_bytes``: of activations on the host.
     """
     layout, budget = engine.layout, engine.budget
     room_before = budget.gradient_room_bytes
@@ -227,84 +143,30 @@ def placed_step(engine: PlacedEngine, timed: TimedTimeline) -> Iterator[PlacedSt
         room = engine.host_bytes - _C.bytes_on_host(layout, tiers, budget.backwards)
         room -= _C.disk_set_bytes(layout, engine.resting_tiers) + _C.reserved_gradient_bytes(layout)
         room -= _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
-        yield PlacedStep(on_device, tiers, earliest_updates(layout, tiers, room, engine.start))
+        room -= away_bytes
+        yield PlacedStep(on_device, tiers, earliest_updates(layout, tiers, room, engine.start), room)
     finally:
         budget.gradient_room_bytes = room_before
 
 
 def predicted_seconds(engine: PlacedEngine, step: MeasuredStep, saved: Sequence[Saved]) -> float:
     """Seconds of a steady step with this choice, placed and planned as by the engine. Infinite if the device has no
-    room.
+    room, or the host none for what is sent there.
     """
     timed = step_with_saved(step.timed, saved)
-    layout, budget = engine.layout, engine.budget
-    with placed_step(engine, timed) as placed:
+    layout, budget, away_bytes = engine.layout, engine.budget, sent_bytes(step.timed.calls, saved)
+    with placed_step(engine, timed, away_bytes) as placed:
+        if away_bytes and placed.room_bytes < 0:
+            return math.inf
         on_disk = [tier == _C.Tier.DISK for tier in placed.tiers]
         plan = choose_plan(layout, timed, placed.on_device, on_disk, budget, placed.updates, engine.start, step.rates)
     assert plan.prediction is not None
     return plan.prediction.seconds if plan.least_limit_bytes <= budget.limit_bytes else math.inf
 
 
-class SavedLimit:
-    """Keeps the activation memory of larger forwards to that of the planned ones.
-
-    Args:
-        calls: what they save now, with the bytes of other choices.
-        peak_bytes: highest activation memory with ``calls``.
-
-    Attributes:
-        size: of the inputs of the largest forward so far, as in ``SavedCalls``.
-    """
-
-    def __init__(self, calls: SavedCalls, peak_bytes: int):
-        self.ladder = Ladder(len(calls.saved), has_products=any(calls.product_bytes))
-        self._calls = calls
-        self.size = calls.size
-        rungs = range(self.ladder.top + 1)
-        self.rung = next(rung for rung in rungs if [s.value for s in self.ladder.saved(rung)] == list(calls.saved))
-        self._peak_bytes = peak_bytes
-
-    @property
-    def calls(self) -> SavedCalls:
-        """The present choice, with the bytes of the largest forward so far."""
-        growth = self.size / max(self._calls.size, 1)
-        return SavedCalls(
-            tuple(kept.value for kept in self.ladder.saved(self.rung)),
-            tuple(int(size * growth) for size in self._calls.product_bytes),
-            tuple(int(size * growth) for size in self._calls.all_bytes),
-            int(self._calls.base_bytes * growth),
-            self.size,
-            self._calls.is_quadratic,
-        )
-
-    def follow(self, size: int, rung: int) -> None:
-        """Goes down to ``rung`` at most, and as far as a forward of ``size`` requires. All activations are
-        taken to grow alike.
-        """
-        if self._calls.size == 0:
-            self._calls = dataclasses.replace(self._calls, size=size)
-        self.size = max(self.size, size)
-        growth = self.size / max(self._calls.size, 1)
-        low, high = 0, min(rung, self.rung)
-        while growth > 1 and low < high:
-            middle = (low + high + 1) // 2
-            fits = (self._calls.base_bytes + self._saved_bytes(middle)) * growth <= self._peak_bytes
-            low, high = (middle, high) if fits else (low, middle - 1)
-        self.rung = high
-
-    def _saved_bytes(self, rung: int) -> int:
-        total = 0
-        for number, kept in enumerate(self.ladder.saved(rung)):
-            if kept is Saved.PRODUCTS:
-                total += self._calls.product_bytes[number]
-            elif kept is Saved.EVERYTHING:
-                total += self._calls.all_bytes[number]
-        return int(_FRAGMENTS * total)
-
-
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A rung of a ladder."""
+    """A rung of one ladder."""
 
     rung: int
     tried: dict[int, float]
@@ -315,8 +177,11 @@ def recomputation_text(saved: Sequence[Saved], seconds: float, seconds_of_none: 
     """A line for users on a choice of predicted ``seconds``; ``seconds_of_none``: if nothing is saved."""
     counts = {kept: saved.count(kept) for kept in Saved}
     texts = [f"recomputing {counts[Saved.NOTHING]} of {len(saved)} checkpointed layers"]
-    if counts[Saved.PRODUCTS]:
-        texts.append(f"all but products in {counts[Saved.PRODUCTS]}")
+    keeping = counts[Saved.PRODUCTS] + counts[Saved.PRODUCTS_ON_HOST]
+    if keeping:
+        texts.append(f"all but products in {keeping}")
+    if counts[Saved.PRODUCTS_ON_HOST]:
+        texts.append(f"products of {counts[Saved.PRODUCTS_ON_HOST]} on the host")
     return f"{', '.join(texts)}; {seconds:.3g} s predicted, {seconds_of_none:.3g} s with all recomputed"
 
 
@@ -349,6 +214,49 @@ def choose_roughly(top: int, seconds_of: Callable[[list[int]], list[float]]) -> 
     """:func:`choose_rung` among a few rungs: sooner, with a step that may be a little longer."""
     rungs = sorted({round(top * part / _ROUGH) for part in range(_ROUGH + 1)})
     return _choice(dict(zip(rungs, seconds_of(rungs), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedChoice(Choice):
+    """A rung of one of several ladders."""
+
+    ladder: Ladder
+
+    @property
+    def saved(self) -> tuple[Saved, ...]:
+        """Choices of the calls, by number."""
+        return self.ladder.saved(self.rung)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the step."""
+        return self.tried[self.rung]
+
+
+def choose_saved(
+    ladder: Ladder,
+    num_sent: int,
+    seconds_of: Callable[[Ladder, list[int]], list[float]],
+    choose: Callable[[int, Callable[[list[int]], list[float]]], Choice] = choose_rung,
+) -> SavedChoice:
+    """The choice with the shortest step; of almost equal ones the one with fewest bytes on the host, then the lowest.
+
+    Args:
+        ladder: without products on the host.
+        num_sent: most calls that may send products.
+        seconds_of: predicts steps of a ladder's rungs; with several ranks the longest of all ranks.
+        choose: the search on ``ladder``. Senders are tried on its rung, and where the other calls save least.
+    """
+    staying = choose(ladder.top, functools.partial(seconds_of, ladder))
+    choices = [SavedChoice(staying.rung, staying.tried, ladder)]
+    for count in sorted({num_sent * part // _SENDING_PARTS for part in range(1, _SENDING_PARTS + 1)} - {0}):
+        sending = ladder.sending(count)
+        rungs = [rung for rung in sorted({1, staying.rung}) if sending.sends_at(rung)]
+        times = dict(zip(rungs, seconds_of(sending, rungs), strict=True))
+        if times:
+            choices.append(SavedChoice(lowest_of_shortest(times), times | {0: staying.tried[0]}, sending))
+    least = min(choice.seconds for choice in choices)
+    return next(choice for choice in choices if choice.seconds <= least * (1 + WORTH_SAVING))
 
 
 def lowest_of_shortest(seconds_of: dict[int, float]) -> int:

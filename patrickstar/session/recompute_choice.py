@@ -28,21 +28,20 @@ from patrickstar.config import Config, OptimizerType, Recompute
 from patrickstar.machine.engine_options import update_start
 from patrickstar.module.checkpointed_layers import is_checkpointed, turn_on_checkpoints
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.planning.ladder import Ladder, SavedLimit, saved_calls
 from patrickstar.planning.machines import H200, Machine
 from patrickstar.planning.measuring import engine_threads, measure_host_adam_gparams
 from patrickstar.planning.recomputation import (
-    Ladder,
     MeasuredStep,
     PlacedEngine,
-    SavedLimit,
     choose_rung,
+    choose_saved,
     placed_step,
     predicted_seconds,
     recomputation_text,
-    saved_calls,
     steady_seconds,
-    step_with_saved,
 )
+from patrickstar.planning.saved_steps import most_sent, sent_bytes, step_with_saved
 from patrickstar.planning.step_plan import Plan, SavedCalls
 from patrickstar.planning.timeline import TimedTimeline
 from patrickstar.planning.update_costs import costs_of_chunks
@@ -232,7 +231,7 @@ class RecomputeChoice(NoRecomputeChoice):
         num_calls = max((call.number + 1 for call in calls), default=0)
         keeps_products = self._calls.sees_operations and not self._measurement.products_differ
         has_products = keeps_products and any(call.product_bytes for call in calls)
-        found = json.dumps([num_calls, has_products, is_checkpointed(self._module)])
+        found = json.dumps([num_calls, has_products, self._most_sent(step), is_checkpointed(self._module)])
         agreed = [json.loads(text) for text in self._exchange(found, "the number of checkpointed calls")]
         if len({has_checkpoints for *_, has_checkpoints in agreed}) > 1:  # memory ran out on some ranks
             turn_on_checkpoints(self._module)
@@ -250,17 +249,24 @@ class RecomputeChoice(NoRecomputeChoice):
             has_device_states=self._has_device_states,
             start=_C.possible_start(self._start, budget.backwards, _can_roll_back(self._layout)),
         )
-        ladder = Ladder(num_calls, has_products=all(has for _, has, _ in agreed))
-        choice = choose_rung(ladder.top, lambda rungs: self._longest(engine, step, ladder, rungs))
-        if choice.tried[choice.rung] == math.inf:  # no step fits the budgets; the engine says so
+        ladder = Ladder(num_calls, has_products=all(has for _, has, *_ in agreed))
+        num_sent = min(most for _, _, most, _ in agreed) if ladder.has_products else 0
+        choice = choose_saved(ladder, num_sent, functools.partial(self._longest, engine, step))
+        if choice.seconds == math.inf:  # no step fits the budgets; the engine says so
             return
-        times = [predicted_seconds(engine, step, ladder.saved(rung)) for rung in (choice.rung, 0)]
-        logger.info("%s", recomputation_text(ladder.saved(choice.rung), *times))
+        times = [predicted_seconds(engine, step, saved) for saved in (choice.saved, ())]
+        logger.info("%s", recomputation_text(choice.saved, *times))
         logger.debug("predicted seconds by rung: %s", choice.tried)
         logger.debug("of the calls: %s", step.timed.calls)
         if choice.rung > 0:
-            self._chosen, self._stage = _Chosen(engine, step, ladder, choice.rung), ChoiceStage.CHOSEN
+            self._chosen, self._stage = _Chosen(engine, step, choice.ladder, choice.rung), ChoiceStage.CHOSEN
             self._apply(self._chosen)
+
+    def _most_sent(self, step: MeasuredStep | None) -> int:
+        """Most calls that may send products to the host."""
+        if step is None or not self._calls.may_send:
+            return 0
+        return most_sent(step.timed, step.rates.download_gbps, self._runtime.host_room_of_activations())
 
     def _choose_again(self) -> None:
         """Ranks get the same times in the same step."""
@@ -273,7 +279,8 @@ class RecomputeChoice(NoRecomputeChoice):
         if self._limit.rung != chosen.rung:  # a larger forward came, or memory ran out
             return
         step = dataclasses.replace(chosen.step, rates=rates)
-        choice = choose_rung(chosen.rung, lambda rungs: self._longest(chosen.engine, step, chosen.ladder, rungs))
+        longest = functools.partial(self._longest, chosen.engine, step, chosen.ladder)
+        choice = choose_rung(chosen.rung, longest)
         logger.debug("predicted seconds by rung beside measured updates: %s", choice.tried)
         seconds, present = choice.tried[choice.rung], choice.tried[chosen.rung]
         if seconds > present * (1 - _WORTH_CHANGING):
@@ -297,9 +304,12 @@ class RecomputeChoice(NoRecomputeChoice):
         self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
         times = None
         if self._num_ranks == 1:  # several ranks need the same times
-            with placed_step(engine, timed) as placed:
+            with placed_step(engine, timed, sent_bytes(step.timed.calls, saved)) as placed:
                 updates = placed.updates
-            times = {"rates": step.rates, "compute_seconds": timed.seconds, "updates": updates, "activations": []}
+            activations = [copies.as_core() for copies in timed.copies]
+            times = {
+                "rates": step.rates, "compute_seconds": timed.seconds, "updates": updates, "activations": activations,
+            }  # fmt: skip
         self._runtime.expect_step(timed.accesses, times)
 
     def _measured_step(self) -> MeasuredStep | None:

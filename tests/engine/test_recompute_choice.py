@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
-from patrickstar.activations.selective_recomputation import ComparedProducts, keep_products
-from patrickstar.planning.recomputation import step_with_saved
+from patrickstar.activations.products_on_host import ProductPlace
+from patrickstar.activations.selective_recomputation import ComparedProducts, NeededProducts, keep_products
+from patrickstar.planning.saved_steps import step_with_saved
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
 from patrickstar.session import recompute_choice
@@ -21,7 +22,7 @@ from tests.recomputing import choose_by_fixed_times, out_of_memory_once
 from tests.training import assert_same, make_config, train
 
 LAYERS = 4
-NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
+NOTHING, PRODUCTS, ON_HOST, EVERYTHING = Saved
 
 
 def build():
@@ -326,7 +327,11 @@ def test_higher_order_operators_pass(choosing, saved):
     assert_same(auto, always)
 
 
-@pytest.mark.parametrize("contexts", [keep_products, ComparedProducts().contexts])
+def kept():
+    return keep_products(NeededProducts(), ProductPlace())
+
+
+@pytest.mark.parametrize("contexts", [kept, ComparedProducts().contexts])
 def test_compiled_functions_stay_compiled(contexts):
     torch._dynamo.reset()
     num_runs = 0

@@ -12,7 +12,7 @@ from tests.training import assert_same, make_config, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 LENGTH, LAYERS, VOCAB, STEPS = 1024, 4, 512, 4
-NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
+NOTHING, PRODUCTS, ON_HOST, EVERYTHING = Saved
 
 
 def batch(generator, rows=4, length=LENGTH, vocab=VOCAB):

@@ -13,20 +13,21 @@ from patrickstar.activations.call_measurement import CallMeasurement, clock_of, 
 from patrickstar.activations.selective_recomputation import ComparedProducts
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.module.preprocess import plan_params
+from patrickstar.planning.ladder import Ladder, SavedLimit
 from patrickstar.planning.machines import H200
 from patrickstar.planning.planned_recomputation import shortest_recomputation
 from patrickstar.planning.recomputation import (
-    Ladder,
     MeasuredStep,
     PlacedEngine,
-    SavedLimit,
     choose_roughly,
     choose_rung,
+    choose_saved,
     placed_step,
     predicted_seconds,
+    recomputation_text,
     steady_seconds,
-    step_with_saved,
 )
+from patrickstar.planning.saved_steps import most_sent, sent_bytes, step_with_saved
 from patrickstar.planning.step_plan import SavedCalls
 from patrickstar.planning.timeline import TimedTimeline, make_timeline
 from patrickstar.planning.uses import trace_uses
@@ -35,12 +36,14 @@ from tests.models import VOCAB, llama
 from tests.training import make_host_config
 
 LAYERS = 4
-NOTHING, PRODUCTS, EVERYTHING, ON_HOST = Saved
+NOTHING, PRODUCTS, ON_HOST, EVERYTHING = Saved
 CHOICES = [
     (NOTHING, NOTHING, NOTHING, EVERYTHING),
     (EVERYTHING,) * LAYERS,
     (PRODUCTS,) * LAYERS,
     (NOTHING, PRODUCTS, PRODUCTS, EVERYTHING),
+    (ON_HOST, NOTHING, ON_HOST, PRODUCTS),
+    (ON_HOST, ON_HOST, ON_HOST, PRODUCTS),
 ]
 
 
@@ -151,6 +154,11 @@ def test_ladder():
     ladder = Ladder(3, has_products=True)
     rungs = [[kept.name[0] for kept in ladder.saved(rung)] for rung in range(ladder.top + 1)]
     assert ["".join(rung) for rung in rungs] == ["NNN", "NNP", "NPP", "PPP", "PPE", "PEE", "EEE"]
+    sending = ladder.sending(2)
+    rungs = [[kept.name[-1] for kept in sending.saved(rung)] for rung in range(sending.top + 1)]
+    assert ["".join(rung) for rung in rungs[:4]] == ["GGG", "TTS", "TSS", "SSS"]
+    assert [sending.saved(rung) for rung in range(3, 7)] == [ladder.saved(rung) for rung in range(3, 7)]
+    assert [kept.name[-1] for kept in Ladder(8, has_products=True, num_sent=3).saved(1)] == list("TGTGTGGS")
     ladder = Ladder(2, has_products=False)
     assert [ladder.saved(rung) for rung in range(ladder.top + 1)][-1] == (EVERYTHING, EVERYTHING)
     assert ladder.top == 2
@@ -166,6 +174,54 @@ def test_the_shortest_step_is_found_with_few_plans(best):
 
     assert choose_rung(ladder.top, seconds_of).rung == best
     assert len(played) == len(set(played)) <= 20
+
+
+@pytest.mark.parametrize(
+    ("num_sent", "gain", "expected"), [(0, 0.1, (0, 0)), (6, 0.1, (6, 1)), (6, 0.001, (0, 0)), (2, 0.02, (2, 1))]
+)
+def test_products_are_sent_where_that_pays(num_sent, gain, expected):
+    """``gain``: seconds that each sender saves, where saved products on the device cost more than they save."""
+
+    def seconds_of(ladder, rungs):
+        sent = [ladder.saved(rung).count(ON_HOST) for rung in rungs]
+        return [2.0 + 0.1 * max(rung - 1, 0) - gain * count for rung, count in zip(rungs, sent, strict=True)]
+
+    choice = choose_saved(Ladder(8, has_products=True), num_sent, seconds_of)
+    assert (choice.saved.count(ON_HOST), choice.rung) == expected
+    assert choice.seconds == min(2.0, 2.0 - gain * expected[0])
+    text = recomputation_text(choice.saved, choice.seconds, choice.tried[0])
+    assert ("on the host" in text) == (expected[0] > 0)
+
+
+def test_as_many_calls_send_as_the_link_carries(first):
+    step, _, _ = first
+    calls = step.timed.calls
+    seconds = sum(sum(step.timed.seconds[call.forward_begin + 1 : call.forward_end + 1]) for call in calls)
+    gbps = 2.5 * calls[0].product_bytes / seconds / 1e9
+    assert most_sent(step.timed, gbps, 2**40) == 2
+    assert most_sent(step.timed, 2 * gbps, 2**40) == LAYERS - 1
+    assert most_sent(step.timed, gbps, calls[0].product_bytes) == 1
+    assert sent_bytes(calls, (ON_HOST, PRODUCTS, ON_HOST)) == 2 * calls[0].product_bytes
+
+
+def test_copies_of_products_in_a_timeline(first):
+    step, _, _ = first
+    timed = step_with_saved(step.timed, (ON_HOST, ON_HOST, ON_HOST, PRODUCTS))
+    one, two, three, last = step.timed.calls
+    for index, copies in enumerate(timed.copies):
+        assert copies.leaving == (one.product_bytes if index in {c.forward_end for c in (one, two, three)} else 0)
+        back = {call.recompute_begin + 1 for call in (two, three, last)}
+        assert copies.coming == (one.product_bytes if index in back else 0)
+        needed = {call.recompute_begin + 1 for call in (one, two, three)}
+        assert copies.needed == (one.product_bytes if index in needed else 0)
+    staying = step_with_saved(step.timed, (PRODUCTS,) * LAYERS)
+    fewer = [
+        index
+        for index, (sent, kept) in enumerate(zip(timed.accesses, staying.accesses, strict=True))
+        if sent["activation_peak_bytes"] < kept["activation_peak_bytes"]
+    ]
+    # The first call's are gone once the third has sent its own; two calls' may be on their way.
+    assert fewer == list(range(three.forward_end + 1, two.recompute_begin + 1))
 
 
 def test_of_almost_equal_steps_the_one_with_least_memory():
@@ -189,6 +245,9 @@ class PlayedRungs:
 
     def rung(self, saved):
         return next(r for r in range(self.recomputations.top + 1) if self.recomputations.saved(r) == tuple(saved))
+
+    def most_sent(self, _):
+        return 0
 
     def compute_seconds(self, _, saved):
         return 1.0 - 0.01 * self.rung(saved)
@@ -310,4 +369,15 @@ def test_larger_forwards_keep_to_the_planned_memory():
     limit.follow(1000, limit.rung)
     assert limit.rung == 1  # never more again
     limit.follow(1000, 0)
+    assert limit.calls.saved == ("nothing",) * 4
+
+
+def test_larger_forwards_send_less():
+    saved = ("products on host", "products on host", "products", "products")
+    sizes = SavedCalls(saved, (10,) * 4, (30,) * 4, 100, 9, False)
+    limit = SavedLimit(sizes, peak_bytes=150)
+    assert limit.rung == 2
+    limit.follow(10, limit.rung)  # 10 / 9 * (100 + 11 * 3) <= 150 < 10 / 9 * (100 + 11 * 4)
+    assert limit.calls.saved == ("products on host", "products on host", "nothing", "products")
+    limit.follow(12, limit.rung)
     assert limit.calls.saved == ("nothing",) * 4

@@ -155,7 +155,7 @@ def test_dropout_in_attention_is_that_of_any_number_of_ranks():
     model = Model("gpt2", {"attn_pdrop": 0.3})
     by_size = [sharded(size, [Run(model, size=size, mode="ring", checkpointing=False)])[0][0] for size in (2, 3)]
     assert_close(*by_size)
-    saved = (Saved.EVERYTHING, Saved.ON_HOST, Saved.PRODUCTS)
+    saved = (Saved.EVERYTHING, Saved.PRODUCTS_ON_HOST, Saved.PRODUCTS)
     chosen = Run(model, size=2, mode="ring", checkpointing=False, saved=saved, options={"device_memory": "2MB"})
     plain, kept = sharded(2, [Run(GPT2, size=2, mode="ring"), chosen])
     assert plain[0]["losses"] != by_size[0]["losses"]
