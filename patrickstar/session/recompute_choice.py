@@ -283,7 +283,9 @@ class RecomputeChoice(NoRecomputeChoice):
         choice = choose_rung(chosen.rung, longest)
         logger.debug("predicted seconds by rung beside measured updates: %s", choice.tried)
         seconds, present = choice.tried[choice.rung], choice.tried[chosen.rung]
-        if seconds > present * (1 - _WORTH_CHANGING):
+        # Products on the host take memory bandwidth from updates, which no prediction counts: they must still pay.
+        sends_for_nothing = chosen.ladder.sends_at(chosen.rung) and choice.rung < chosen.rung
+        if seconds > present * (1 - _WORTH_CHANGING) and not sends_for_nothing:
             return
         saved = chosen.ladder.saved(choice.rung)
         logger.info("%s, %.3g s as before", recomputation_text(saved, seconds, choice.tried[0]), present)

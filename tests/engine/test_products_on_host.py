@@ -9,8 +9,8 @@ from patrickstar.activations.activation_rules import Saved
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import VOCAB, Case, gpt2
-from tests.recomputing import choose_by_fixed_times
-from tests.training import assert_same, make_config, train
+from tests.recomputing import choose_by_fixed_times, update_slower_beside_steps
+from tests.training import assert_same, make_config, make_host_config, train
 
 LAYERS = 9
 NOTHING, PRODUCTS, ON_HOST, EVERYTHING = Saved
@@ -65,6 +65,17 @@ def test_an_engine_sends_them_where_products_do_not_fit(monkeypatch, caplog, tmp
     )
     assert ON_HOST not in found[-1][0]
     assert staying.losses == always.losses[:3]
+
+
+def test_nothing_is_sent_any_more_where_updates_bound_the_step(monkeypatch):
+    choose_by_fixed_times(monkeypatch.setattr)
+    config, found = make_host_config("fp32", **TIGHT, delays={"link_gbps": 1e4}), []
+    always = train(CASE, config | {"activations": {"recompute": "always"}}, 8, checkpointing=False)
+    update_slower_beside_steps(monkeypatch.setattr)
+    auto = train(CASE, config, 8, checkpointing=False, before_step=lambda engine, _: found.append(saved_of(engine)))
+    assert found[1].count(ON_HOST) == LAYERS - 1
+    assert ON_HOST not in found[-1]
+    assert_same(auto, always)
 
 
 ALL_BUT_ONE = (ON_HOST,) * (LAYERS - 1) + (PRODUCTS,)
