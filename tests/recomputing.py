@@ -6,7 +6,7 @@ import torch
 
 from patrickstar import _C
 from patrickstar.planning.machines import H200
-from patrickstar.session import recompute_choice
+from patrickstar.session import recompute_choice, step_measurement
 
 ACCESS, RECOMPUTATION, PRODUCTS = 1e-3, 6e-3, 3e-3
 
@@ -20,8 +20,8 @@ def choose_by_fixed_times(setattr=setattr):
         return [dataclasses.replace(call, **times) for call in finish(self, stalls)]
 
     setattr(recompute_choice, "may_choose", lambda device: True)
-    setattr(recompute_choice, "_NUMEL", 2**16)
-    setattr(recompute_choice, "steady_seconds", lambda seconds, calls, numels: [ACCESS] * len(seconds))
+    setattr(step_measurement, "_NUMEL", 2**16)
+    setattr(step_measurement, "steady_seconds", lambda seconds, calls, numels: [ACCESS] * len(seconds))
     setattr(recompute_choice.CallMeasurement, "finish", fixed)
 
 
@@ -40,7 +40,7 @@ def update_slower_beside_steps(setattr=setattr):
             times["rates"].host_adam_params_per_second = BESIDE_A_STEP * 1e9
         return times
 
-    setattr(recompute_choice, "_measured_host", lambda: dataclasses.replace(H200, host_adam_gparams=ALONE))
+    setattr(step_measurement, "_measured_host", lambda: dataclasses.replace(H200, host_adam_gparams=ALONE))
     setattr(_C.Runtime, "step_times", slow)
 
 

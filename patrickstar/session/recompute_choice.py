@@ -29,8 +29,6 @@ from patrickstar.machine.engine_options import update_start
 from patrickstar.module.checkpointed_layers import is_checkpointed, turn_on_checkpoints
 from patrickstar.module.chunked_parameter import ChunkedParameter
 from patrickstar.planning.ladder import Ladder, SavedLimit, saved_calls
-from patrickstar.planning.machines import H200, Machine
-from patrickstar.planning.measuring import engine_threads, measure_host_adam_gparams
 from patrickstar.planning.recomputation import (
     MeasuredStep,
     PlacedEngine,
@@ -39,13 +37,11 @@ from patrickstar.planning.recomputation import (
     placed_step,
     predicted_seconds,
     recomputation_text,
-    steady_seconds,
 )
 from patrickstar.planning.saved_steps import most_sent, sent_bytes, step_with_saved
 from patrickstar.planning.step_plan import Plan, SavedCalls
-from patrickstar.planning.timeline import TimedTimeline
-from patrickstar.planning.update_costs import costs_of_chunks
 from patrickstar.ranks.distributed import RankGroups
+from patrickstar.session.step_measurement import measured_step
 
 logger = logging.getLogger("patrickstar")
 
@@ -55,11 +51,6 @@ _LEAST_STEP_SECONDS = 1e-4
 _WORTH_CHANGING = 0.03
 """Least share of a step by which another choice must be shorter: the first steps after a change take longer. Not
 measured.
-"""
-
-_NUMEL = 64 * 2**20
-"""Parameters of the update whose rate is measured: 1 GB, more than caches hold. An update of 256 MB is up to twice as
-fast as those of a step (docs/log.md).
 """
 
 
@@ -226,7 +217,9 @@ class RecomputeChoice(NoRecomputeChoice):
     def _choose(self) -> None:
         self._stage = ChoiceStage.OVER
         self._calls.observe(None)
-        step = self._measured_step() if self._measurement.has_calls else None
+        step = None
+        if self._measurement.has_calls:
+            step = measured_step(self._runtime, self._layout, self._rule, self._measurement)
         calls = [] if step is None else step.timed.calls
         num_calls = max((call.number + 1 for call in calls), default=0)
         keeps_products = self._calls.sees_operations and not self._measurement.products_differ
@@ -314,22 +307,6 @@ class RecomputeChoice(NoRecomputeChoice):
             }  # fmt: skip
         self._runtime.expect_step(timed.accesses, times)
 
-    def _measured_step(self) -> MeasuredStep | None:
-        so_far = self._runtime.step_so_far()
-        if so_far is None:
-            return None
-        accesses, times, stalls = so_far
-        rates = times["rates"]
-        chunks = [self._layout.chunk(index) for index in range(self._layout.num_chunks)]
-        updates = _measured_host().update_rates(costs_of_chunks(chunks, self._rule))
-        rates.host_adam_params_per_second = updates.host_params_per_second
-        rates.param_pass, rates.states_pass = H200.param_pass, H200.states_pass
-        rates.device_adam_params_per_second = updates.device_params_per_second
-        calls = self._measurement.finish(stalls)
-        numels = [_numel_read(access, chunks) for access in accesses]
-        seconds = steady_seconds(times["compute_seconds"], calls, numels)
-        return MeasuredStep(timed=TimedTimeline(accesses, seconds, 0, calls=calls), rates=rates)
-
     def _longest(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, rungs: list[int]) -> list[float]:
         """Predicted seconds of each rung, of the slowest rank."""
         seconds = [predicted_seconds(engine, step, ladder.saved(rung)) for rung in rungs]
@@ -351,18 +328,6 @@ def _measurement(runtime: _C.Runtime, device: torch.device, storages: Collection
 def _size_of(shapes: Sequence[tuple[int, ...]], is_quadratic: bool) -> int:
     """Size to which activations are proportional, of inputs of these shapes."""
     return sum(math.prod(shape) * (shape[-1] if is_quadratic else 1) for shape in shapes)
-
-
-def _measured_host() -> Machine:
-    """Rates of host updates here. Those of the device are an H200's; they are a small part of a step."""
-    threads = engine_threads().num_threads
-    return dataclasses.replace(H200, host_adam_gparams=measure_host_adam_gparams(_NUMEL), host_threads=threads)
-
-
-def _numel_read(access: dict[str, Any], chunks: list[dict[str, Any]]) -> int:
-    """Elements of the chunks whose parameters an access reads."""
-    read = {chunk for chunk, kind, mode in access["uses"] if (kind, mode) == (_C.ArrayKind.PARAM, _C.ArrayUseMode.READ)}
-    return sum(chunks[chunk]["numel"] for chunk in read)
 
 
 def _can_roll_back(layout: _C.Layout) -> bool:

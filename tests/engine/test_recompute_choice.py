@@ -15,7 +15,7 @@ from patrickstar.activations.selective_recomputation import ComparedProducts, Ne
 from patrickstar.planning.saved_steps import step_with_saved
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
-from patrickstar.session import recompute_choice
+from patrickstar.session import recompute_choice, step_measurement
 from tests.models import VOCAB, Case, gpt2, llama, token_batch
 from tests.ranks import mixed_models
 from tests.recomputing import choose_by_fixed_times, out_of_memory_once
@@ -200,7 +200,7 @@ def test_compiled_layers_save_everything_or_nothing(choosing, loss):
 
 
 def test_without_checkpoints_nothing_is_measured(choosing, monkeypatch):
-    monkeypatch.setattr(recompute_choice, "measure_host_adam_gparams", lambda numel: 1 / 0)
+    monkeypatch.setattr(step_measurement, "measure_host_adam_gparams", lambda numel: 1 / 0)
     run = train(CASE, make_config("bf16"), 3, checkpointing=None)
     assert len(run.losses) == 3
     with pytest.raises(ZeroDivisionError):
