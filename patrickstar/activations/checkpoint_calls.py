@@ -86,9 +86,9 @@ class CheckpointCalls:
     def __init__(
         self,
         module: nn.Module,
-        offload_store: OffloadStore | None,
-        on_host: ProductsOnHost | None,
-        attention: SelectiveAttention | None,
+        offload_store: OffloadStore | None = None,
+        on_host: ProductsOnHost | None = None,
+        attention: SelectiveAttention | None = None,
     ):
         self._module = module
         self._offload_store = offload_store

@@ -33,7 +33,7 @@ def activation_offloader(
         chunk_bytes: device bytes of the largest module's chunks.
     """
     if section.offload is ActivationOffload.NEVER:
-        return StayingActivations(CheckpointCalls(module, None, None, None))
+        return StayingActivations(CheckpointCalls(module))
     params = (param for param in module.parameters() if isinstance(param, ChunkedParameter))
     offload_store = OffloadStore(runtime, device, {param._patrickstar.storage for param in params}, chunk_bytes)
     attention = None

@@ -104,9 +104,12 @@ class NeededProducts:
         return is_one
 
 
-def keep_products(needed: NeededProducts, place: ProductPlace) -> Contexts:
-    """The contexts of a call whose first products stay in ``place`` until its backward: as many as ``needed`` says."""
+def keep_products(needed: NeededProducts | None = None, place: ProductPlace | None = None) -> Contexts:
+    """The contexts of a call whose first products stay in ``place`` (None: on the device) until its backward: as many
+    as ``needed`` says (None: all).
+    """
     results: list[_Results | None] = []
+    needed, place = needed or NeededProducts(), place or ProductPlace()
     most = needed.most
 
     def is_needed(*operation: Any) -> bool:

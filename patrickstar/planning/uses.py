@@ -239,7 +239,7 @@ class _Tracer:
         module, recorder = self._module, self._recorder
         self._adopt_present()
         hooks = ModuleHooks(module, self._observer)
-        checkpoint_calls = CheckpointCalls(module, None, None, None)
+        checkpoint_calls = CheckpointCalls(module)
         for _ in range(2):
             costs = _CostMode(recorder, self._costs, self._operations, self._values)
             static = [self._params.chunked[index].param for index in self._adopted]

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.call_measurement import CallMeasurement, clock_of
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
-from patrickstar.activations.products_on_host import ProductPlace
 from patrickstar.activations.selective_recomputation import NeededProducts, keep_products
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
@@ -302,7 +301,7 @@ def test_products_that_no_recomputation_asks_for_are_not_kept():
         return (product * product if squares else product).sum()
 
     needed = NeededProducts()
-    contexts = functools.partial(keep_products, needed, ProductPlace())
+    contexts = functools.partial(keep_products, needed)
     # The sum saves nothing, so its recomputation ends before the second product; the square saves it.
     for squares, is_kept, most in [(False, True, 1), (False, False, 1), (True, False, 2), (True, True, 2)]:
         hidden = torch.randn(8, 8, requires_grad=True)
@@ -325,7 +324,7 @@ def test_a_measured_step_tells_which_products_are_needed():
 
     measurement = CallMeasurement(lambda: 0, clock_of(torch.device("cpu")), torch.device("cpu"), lambda _: False, None)
     module = Feeding()
-    calls = CheckpointCalls(module, None, None, None)
+    calls = CheckpointCalls(module)
     calls.observe(measurement)
     with calls.running():
         loss = module(torch.randn(4, 64, requires_grad=True)).sum()

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
-from patrickstar.activations.products_on_host import ProductPlace
-from patrickstar.activations.selective_recomputation import ComparedProducts, NeededProducts, keep_products
+from patrickstar.activations.selective_recomputation import ComparedProducts, keep_products
 from patrickstar.planning.saved_steps import step_with_saved
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
@@ -327,11 +326,7 @@ def test_higher_order_operators_pass(choosing, saved):
     assert_same(auto, always)
 
 
-def kept():
-    return keep_products(NeededProducts(), ProductPlace())
-
-
-@pytest.mark.parametrize("contexts", [kept, ComparedProducts().contexts])
+@pytest.mark.parametrize("contexts", [keep_products, ComparedProducts().contexts])
 def test_compiled_functions_stay_compiled(contexts):
     torch._dynamo.reset()
     num_runs = 0
