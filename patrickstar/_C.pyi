@@ -1375,6 +1375,9 @@ class Runtime(UseListener):
     def num_accesses(self) -> int:
         """Accesses of the running step so far."""
 
+    def expected_scale(self) -> ExpectedScale:
+        """Gradient scale that the running step's speculative updates assume, from the last steps' clipping."""
+
     def placement_facts(self) -> tuple[DeviceBudget, int, list[Tier]]:
         """The device budget of states and chunk buffers; host bytes of this engine; resting tier of each chunk's
         states.

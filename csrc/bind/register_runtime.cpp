@@ -282,6 +282,7 @@ void register_inspection(RuntimeClass& runtime) {
            asked([](OpenEngine& open, ChunkId chunk) { return open.memory.store().resting_tier(chunk); }),
            "Resting tier of the chunk's optimizer states.")
       .def_prop_ro("num_accesses", asked([](OpenEngine& open) { return open.recorder.position() + 1; }))
+      .def("expected_scale", bound<Call::kInspect>(&OpenEngine::updates, &Updates::expected_scale))
       .def("placement_facts",
            [](Runtime& self) {
              const PlacementFacts facts = without_gil<Call::kInspect>(self, &placement_facts);

@@ -72,13 +72,16 @@ void Updates::choose_chunks() {
   speculation_.choose(layout, sizes);
 }
 
+ExpectedScale Updates::expected_scale() const {
+  return speculation_.expected_scales().is_exact() ? ExpectedScale::kExact : ExpectedScale::kBetween;
+}
+
 Recipe Updates::earliest(ChunkId chunk, UpdateStart start) const {
   const ChunkSpec& spec = store_.chunk(chunk);
   const Tier off_device = disk_.is_resting_tier_of(chunk) ? Tier::kDisk : Tier::kHost;
   const Tier states = store_.has_states_on_device(chunk) ? Tier::kDevice : off_device;
-  const bool is_exact = speculation_.expected_scales().is_exact();
   const Recipe recipe = earliest_recipe({spec.trainable, spec.dtype, states, speculation_.ahead(chunk), unit_of(chunk)},
-                                        start, is_exact ? ExpectedScale::kExact : ExpectedScale::kBetween);
+                                        start, expected_scale());
   return speculation_.is_paused() ? after_norm(recipe) : recipe;
 }
 

@@ -71,6 +71,8 @@ class Updates {
   UpdateStart earliest_start() const {
     return speculation_.commits() ? UpdateStart::kCommitted : UpdateStart::kSpeculative;
   }
+  // Gradient scale that speculative updates of this step assume.
+  ExpectedScale expected_scale() const;
   // The chunk's recipe from step to step: not before `start`, and as early as memory allows.
   Recipe earliest(ChunkId chunk, UpdateStart start) const;
 

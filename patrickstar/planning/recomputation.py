@@ -62,6 +62,8 @@ class PlacedEngine:
     has_device_states: bool
     """False if all states rest on the host (``use_hybrid_adam``)."""
     start: _C.UpdateStart
+    scale: _C.ExpectedScale = _C.ExpectedScale.EXACT
+    """Gradient scale that updates assume."""
 
 
 def steady_seconds(seconds: Sequence[float], calls: Sequence[MeasuredCall], numels: Sequence[int]) -> list[float]:
@@ -144,7 +146,7 @@ def placed_step(engine: PlacedEngine, timed: TimedTimeline, away_bytes: int = 0)
         room -= _C.disk_set_bytes(layout, engine.resting_tiers) + _C.reserved_gradient_bytes(layout)
         room -= _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         room -= away_bytes
-        yield PlacedStep(on_device, tiers, earliest_updates(layout, tiers, room, engine.start), room)
+        yield PlacedStep(on_device, tiers, earliest_updates(layout, tiers, room, engine.start, engine.scale), room)
     finally:
         budget.gradient_room_bytes = room_before
 

@@ -1,8 +1,8 @@
 """The choice of recomputation in a running engine.
 
 The first step, in which checkpointed calls save nothing, is measured. The choice is made before its update, when
-optimizer states get their place. Updates on the host were measured alone then. Once the engine has measured them beside
-a step, calls may save less, so that more states rest on the device.
+optimizer states get their place. Updates on the host were measured alone then, and clipping is not known to act. Once
+the engine has measured updates beside a step, calls may save less, so that more states rest on the device.
 """
 
 from __future__ import annotations
@@ -272,7 +272,8 @@ class RecomputeChoice(NoRecomputeChoice):
         if self._limit.rung != chosen.rung:  # a larger forward came, or memory ran out
             return
         step = dataclasses.replace(chosen.step, rates=rates)
-        longest = functools.partial(self._longest, chosen.engine, step, chosen.ladder)
+        engine = dataclasses.replace(chosen.engine, scale=self._runtime.expected_scale())
+        longest = functools.partial(self._longest, engine, step, chosen.ladder)
         choice = choose_rung(chosen.rung, longest)
         logger.debug("predicted seconds by rung beside measured updates: %s", choice.tried)
         seconds, present = choice.tried[choice.rung], choice.tried[chosen.rung]
@@ -282,7 +283,7 @@ class RecomputeChoice(NoRecomputeChoice):
             return
         saved = chosen.ladder.saved(choice.rung)
         logger.info("%s, %.3g s as before", recomputation_text(saved, seconds, choice.tried[0]), present)
-        self._apply(dataclasses.replace(chosen, step=step, rung=choice.rung))
+        self._apply(dataclasses.replace(chosen, engine=engine, step=step, rung=choice.rung))
 
     def _apply(self, chosen: _Chosen) -> None:
         """Lets calls save what was chosen, and places states for the step that follows."""

@@ -1,4 +1,8 @@
+import pytest
+
+from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
+from patrickstar.session import recompute_choice
 from tests.engine.test_recompute_choice import CASE
 from tests.recomputing import choose_by_fixed_times, update_slower_beside_steps
 from tests.training import assert_same, make_config, train
@@ -31,3 +35,19 @@ def test_updates_as_fast_as_measured_alone_change_nothing(monkeypatch, caplog):
     assert run.report["num_replayed_accesses"] > 0
     assert "recomputing 0 of 4" in caplog.text
     assert " s as before" not in caplog.text
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1e-3])
+def test_the_second_choice_knows_whether_clipping_acts(monkeypatch, clipping):
+    choose_by_fixed_times(monkeypatch.setattr)
+    update_slower_beside_steps(monkeypatch.setattr)
+    played, scales = recompute_choice.predicted_seconds, []
+
+    def predicted_seconds(engine, step, saved):
+        scales.append(engine.scale)
+        return played(engine, step, saved)
+
+    monkeypatch.setattr(recompute_choice, "predicted_seconds", predicted_seconds)
+    train(CASE, CONFIG | {"device_memory": "5MiB", "gradient_clipping": clipping}, 10, checkpointing=False)
+    assert scales[0] == _C.ExpectedScale.EXACT
+    assert scales[-1] == (_C.ExpectedScale.BETWEEN if clipping else _C.ExpectedScale.EXACT)
