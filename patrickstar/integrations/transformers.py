@@ -26,7 +26,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
-from patrickstar.integrations.accelerate import PatrickStarAccelerator
+from patrickstar.integrations.accelerate import PatrickStarAccelerator, PatrickStarOptimizer
 from patrickstar.integrations.colocated_generator import connect_generator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
 from patrickstar.integrations.engine_states import (
@@ -121,6 +121,7 @@ class PatrickStarTrainerMixin:
         self._signals = signals_of(self, self._engine_config)
         load_off_devices([*args, *kwargs.values()])
         super().__init__(*args, **kwargs)
+        self._given_optimizer = self.optimizer
         self._engine_callback = EngineCallback(lambda: self.engine)
         self.add_callback(self._engine_callback)
         if self._signals is not None:
@@ -144,7 +145,10 @@ class PatrickStarTrainerMixin:
         return self.accelerator.engine
 
     def close(self) -> None:
-        """Closes the engine, if there is one: the model is an ordinary one again, whole on each rank. Idempotent."""
+        """Closes the engine, if there is one: the model is an ordinary one again, whole on each rank. Idempotent.
+
+        A later training or evaluation makes another engine, with new optimizer states.
+        """
         self.accelerator.close_engine()
 
     # Setup.
@@ -177,6 +181,12 @@ class PatrickStarTrainerMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine decides where parameters are."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, made anew if the present one belonged to an engine that is closed."""
+        if isinstance(self.optimizer, PatrickStarOptimizer) and not self.accelerator.has_engine:
+            self.optimizer = self._given_optimizer
+        return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The Trainer's scheduler; a DeepSpeed one if the configuration has a ``scheduler``."""
