@@ -75,8 +75,8 @@ def make_groups(
         )
     elif missing:
         raise ValueError(
-            f"{len(missing)} parameters require grad but are in no group ({some_of(missing)}); add a group for them (the "
-            "pattern '*' takes the rest) or freeze them with requires_grad_(False)"
+            f"{len(missing)} parameters require grad but are in no group ({some_of(missing)}); add a group for them "
+            "(the pattern '*' takes the rest) or freeze them with requires_grad_(False)"
         )
     return groups
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from patrickstar.config import Speculation
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
-from patrickstar.module.gradient_reads import GradientCopy, check_reader
+from patrickstar.module.gradient_reads import check_reader, copy_of
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_handle import ParamHandle
@@ -80,7 +80,7 @@ class GradientReads:
                 raise RuntimeError(self._refusal(handle, "now"))
             check_reader(sys._getframe(2), handle.name)
             gradient = self._copy(handle, self._prepare())
-            return None if gradient is None else GradientCopy.of(gradient, handle.name)
+            return None if gradient is None else copy_of(gradient, handle.name)
         if self._after_step is None:
             return None
         if handle.id not in self._after_step and handle.trainable and handle.id in self._got_gradient():

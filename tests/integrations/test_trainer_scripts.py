@@ -100,7 +100,7 @@ def test_parameters_that_no_group_has_are_named_once(tmp_path, caplog):
     trainer.close()
     assert_same_bits(frozen.transformer.h[0].state_dict(), before)
     (message,) = [line for line in caplog.messages if "in no group" in line]
-    assert message.startswith("12 parameters require grad by now but are in no group of the optimizer (transformer.h.0.")
+    assert message.startswith("12 parameters require grad by now but are in no group of the optimizer (transformer.h.")
 
 
 def test_a_sixteen_bit_model_that_trains_in_float32_is_warned_of(tmp_path, caplog):
@@ -112,4 +112,5 @@ def test_a_sixteen_bit_model_that_trains_in_float32_is_warned_of(tmp_path, caplo
         dtype = trainer.model.dtype
         trainer.close()
         assert (dtype == torch.float32) == is_warned
-        assert any("has bfloat16 parameters, and training computes in float32" in m for m in caplog.messages) == is_warned
+        warned = [text for text in caplog.messages if "bfloat16 parameters, and training computes in float32" in text]
+        assert len(warned) == is_warned
