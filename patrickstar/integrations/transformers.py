@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from patrickstar.integrations.engine_states import (
     engine_states,
     last_complete,
     leaves_no_complete,
+    naming,
     read_optimizer_state,
     save_states,
     was_interrupted,
@@ -345,7 +346,7 @@ class PatrickStarTrainerMixin:
         if self._is_adapted or not weight_files(folder):
             return  # the engine is made when the weights are loaded
         self._ensure_engine()
-        with _naming(path):
+        with naming(path):
             self.optimizer.optimizer.checked_state(state)
 
     def _load_best_model(self) -> None:
@@ -372,21 +373,12 @@ class PatrickStarTrainerMixin:
             with torch.random.fork_rng(devices):  # the Trainer restores them later, when the epoch's order is drawn
                 self.engine.load_checkpoint(states)
         elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
-            with _naming(optimizer):
+            with naming(optimizer):
                 self.optimizer.load_state_dict(read_optimizer_state(optimizer))
         else:
             return
         if scheduler.is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to ValueErrors."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

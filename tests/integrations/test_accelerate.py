@@ -128,17 +128,19 @@ def run_pair(folder: Path) -> tuple[Loop, Loop, Loop, Loop]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_state_that_accelerate_saved_with_fsdp_is_loaded(tmp_path):
+@pytest.mark.parametrize("kind", ["alone", "fsdp"])
+def test_a_state_that_accelerate_saved_is_loaded(tmp_path, kind):
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     prepared = accelerator.prepare(*parts())
     run_loop(accelerator, prepared, steps=2)
     accelerator.save_state(str(tmp_path))
-    values, states = get_state_dict(prepared[0], prepared[1].optimizer)
-    for name, state, file in (("model", values, "model.safetensors"), ("optimizer", states, "optimizer.bin")):
-        folder = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[name]
-        dcp.save({name: state}, checkpoint_id=tmp_path / folder)
-        (tmp_path / file).unlink()
+    if kind == "fsdp":
+        values, states = get_state_dict(prepared[0], prepared[1].optimizer)
+        for name, state, file in (("model", values, "model.safetensors"), ("optimizer", states, "optimizer.bin")):
+            folder = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[name]
+            dcp.save({name: state}, checkpoint_id=tmp_path / folder)
+            (tmp_path / file).unlink()
     plain = run_loop(accelerator, prepared, steps=2, skip=4)
 
     torch.manual_seed(4)
@@ -146,6 +148,12 @@ def test_a_state_that_accelerate_saved_with_fsdp_is_loaded(tmp_path):
     prepared = accelerator.prepare(*parts())
     accelerator.load_state(str(tmp_path))
     assert_equal_loops(run_loop(accelerator, prepared, steps=2, skip=4), plain)
+    if kind == "alone":
+        (tmp_path / "optimizer.bin").write_bytes(b"damaged")
+        before = accelerator.get_state_dict(prepared[0])
+        with pytest.raises(ValueError, match=r"optimizer.bin cannot be read .* it is damaged"):
+            accelerator.load_state(str(tmp_path))
+        assert_same_bits(accelerator.get_state_dict(prepared[0]), before)
     accelerator.free_memory()
 
 
