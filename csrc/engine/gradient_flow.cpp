@@ -49,8 +49,9 @@ void GradientFlow::accumulate(ParamId param, const void* data) {
   const ArrayId grad{place.chunk, ArrayKind::kGrad};
   PS_CHECK(step_.is(StepState::kBackward), StateError, store_.param_name(param),
            " gets a gradient outside of its engine's ",
-           "backward: loss.backward() was called; call model.backward(loss) instead, so that gradients are scaled and ",
-           "gathered. A loss that comes of several engines is made, and its backward called, on one thread");
+           "backward: loss.backward() was called; call model.backward(loss) instead (accelerator.backward(loss) under ",
+           "Accelerate and in a Trainer), so that gradients are scaled and gathered. A loss that comes of several ",
+           "engines is made, and its backward called, on one thread");
   PS_CHECK(chunk.trainable, StateError, store_.param_name(param),
            " gets a gradient, but its chunk has no optimizer states yet; set requires_grad before the forward begins");
   ArrayRecord& record = memory_.array(grad);

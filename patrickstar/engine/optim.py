@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from patrickstar import _C
 from patrickstar.config import Config, OptimizerType, check_loss_scaler_state, group_options, rule_of
+from patrickstar.engine.optimizer_states import OptimizerStates
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied, whole_shape
 from patrickstar.module.compiled.dynamo import outside_of_graphs
 from patrickstar.optimizer.core_options import CoreOptions
@@ -81,6 +83,19 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._check_same_formula({**self.defaults, **param_group}, what)
             group_options(self._type, {**self.defaults, **param_group}, what)
         super().add_param_group(param_group)
+
+    @property
+    def state(self) -> OptimizerStates:  # type: ignore[override]
+        """States by parameter; copies, which refuse writes. Assignments reach the chunks."""
+        return OptimizerStates(self._session, self._type, self.param_groups)
+
+    @state.setter
+    def state(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        if not self._built:  # torch's own constructor
+            return
+        kept = self.state
+        kept.clear()
+        kept.update(states)
 
     @outside_of_graphs
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:

@@ -9,18 +9,21 @@ used as with any accelerator. The engine lives until ``accelerator.free_memory()
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_to_int
+from accelerate.utils import DistributedType, DynamoBackend, convert_file_size_to_int, convert_to_fp32
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from patrickstar._C import StateError
 from patrickstar.config import parse_config
@@ -43,6 +46,7 @@ from patrickstar.module.compiled.dynamo import Compiler, make_compiler, unwrappe
 from patrickstar.module.compiled.units import check_compiler
 from patrickstar.runtime import initialize_engine
 
+logger = logging.getLogger("patrickstar")
 _PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # set by `accelerate launch --mixed_precision`
 _DISTRIBUTED_TYPES = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -85,6 +89,7 @@ class PatrickStarAccelerator(ElasticRanks, AcceleratorStates):
         self._optimizer: PatrickStarOptimizer | None = None
         self._waiting: list[nn.Module] = []
         self._user_dtype: torch.dtype | None = None
+        self._output_hook: RemovableHandle | None = None
         self.accumulated_batches: int | None = None
         """Backward passes of a step, for which memory is reserved; None: ``gradient_accumulation_steps``."""
         deepspeed, accumulation = pop_loop_config(kwargs)
@@ -171,10 +176,18 @@ class PatrickStarAccelerator(ElasticRanks, AcceleratorStates):
         models = [obj for obj in args if isinstance(obj, nn.Module)] + self._waiting
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for model in models:
-            if not trained or trained & {id(param) for param in model.parameters()}:
-                opened = self._open(model, optimizer)
-                self._waiting = [other for other in self._waiting if other is not model]
-                return opened
+            own = {id(param) for param in model.parameters()}
+            if trained and not trained & own:
+                continue
+            if trained - own:
+                raise ValueError(
+                    f"{len(trained - own)} of the optimizer's {len(trained)} parameters are not in the "
+                    f"{type(model).__name__} that it trains; an engine has one model: put all that is trained into one "
+                    "nn.Module, and make the optimizer from its parameters"
+                )
+            opened = self._open(model, optimizer)
+            self._waiting = [other for other in self._waiting if other is not model]
+            return opened
         raise ValueError(
             "prepare got an optimizer of parameters that are in no model; give the model with it: "
             "accelerator.prepare(model, optimizer)"
@@ -183,9 +196,12 @@ class PatrickStarAccelerator(ElasticRanks, AcceleratorStates):
     def _open(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> PatrickStarOptimizer:
         if self._engine is not None:
             raise StateError(
-                "the accelerator has an engine already; call accelerator.free_memory() before preparing another"
+                "the accelerator has an engine already, which trains one model with one optimizer; give all that is "
+                "trained to them (one nn.Module, several parameter groups), or call accelerator.free_memory() before "
+                "preparing another"
             )
         self._user_dtype = only_dtype(model)
+        self._warn_of_widening(model)
         taken = groups_of(optimizer)
         config = parse_config(with_optimizer(self._config, taken)).model_copy(
             update={"gradient_accumulation_steps": self.accumulated_batches or self.gradient_accumulation_steps}
@@ -197,8 +213,26 @@ class PatrickStarAccelerator(ElasticRanks, AcceleratorStates):
                 engine.compile(**self.state.dynamo_plugin.to_kwargs())
         self._engine = engine
         model._is_accelerate_prepared = True
+        if self._compute_dtype is not None:
+            self._output_hook = model.register_forward_hook(_in_float32)
         self._optimizer = PatrickStarOptimizer(hybrid)
         return self._optimizer
+
+    def _warn_of_widening(self, model: nn.Module) -> None:
+        dtypes = {param.dtype for param in model.parameters()} & {torch.bfloat16, torch.float16}
+        if dtypes and self._compute_dtype is None:
+            name = str(dtypes.pop()).removeprefix("torch.")
+            logger.warning(
+                "the model has %s parameters, and training computes in float32: it takes twice their memory and is "
+                "slower. Set bf16=True (TrainingArguments) or mixed_precision='bf16' (Accelerator) for 16 bits with "
+                "float32 master weights",
+                name,
+            )
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype of ``mixed_precision``; None for float32."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
 
     @property
     def ranks_per_sample(self) -> int:
@@ -250,9 +284,29 @@ class PatrickStarAccelerator(ElasticRanks, AcceleratorStates):
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if evaluation_mode or not any(param.requires_grad for param in model.parameters()):
-            return super().prepare_model(model, device_placement, evaluation_mode=True)
+            with self._autocast_for(model):
+                return super().prepare_model(model, device_placement, evaluation_mode=True)
         self._waiting.append(model)
         return model
+
+    @contextlib.contextmanager
+    def _autocast_for(self, model: nn.Module) -> Iterator[None]:
+        """Context in which Accelerate prepares ``model``, which is in no engine, for ``mixed_precision``: autocast, and
+        outputs in float32. Parameters of the engine's dtype need no autocast: a reference model then has the bits of a
+        policy with the same weights.
+        """
+        if self._compute_dtype is None:
+            yield
+        elif only_dtype(model) == self._compute_dtype:
+            model.register_forward_hook(_in_float32)
+            yield
+        else:
+            state, self.native_amp = self.state, True
+            state._mixed_precision = self.mixed_precision
+            try:
+                yield
+            finally:
+                state._mixed_precision, self.native_amp = "no", False
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """``Accelerator.backward``, for the loss divided by the number of accumulated batches."""
@@ -330,8 +384,16 @@ class PatrickStarAccelerator(ElasticRanks, AcceleratorStates):
         if self._engine is None:
             return
         engine, self._engine, self._optimizer = self._engine, None, None
+        if self._output_hook is not None:
+            self._output_hook.remove()
+            self._output_hook = None
         vars(unwrapped(engine.module)).pop("_is_accelerate_prepared", None)
         engine.discard() if discard else engine.close()
+
+
+def _in_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """A forward hook: 16-bit outputs become float32, as Accelerate's do with mixed precision."""
+    return convert_to_fp32(outputs)
 
 
 def _is_plain_optimizer(obj: Any) -> bool:

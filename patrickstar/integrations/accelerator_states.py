@@ -18,8 +18,14 @@ from patrickstar.integrations.engine_states import (
     engine_states,
     is_incomplete,
     leaves_no_complete,
+    naming,
+    read_optimizer_state,
     save_states,
 )
+from patrickstar.integrations.weights import load_into
+from patrickstar.module.pretrained import weight_files
+
+_OPTIMIZER_FILE = "optimizer.bin"  # Accelerate's name
 
 
 class AcceleratorStates(Accelerator):
@@ -53,10 +59,20 @@ class AcceleratorStates(Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """``Accelerator.load_state``, for results of :meth:`save_state`, also Accelerate's with DeepSpeed or FSDP."""
+        """``Accelerator.load_state``, for results of :meth:`save_state`, also Accelerate's own, alone or with DDP,
+        DeepSpeed or FSDP.
+        """
         self.engine.wait_for_save()
         folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_state()
-        self.engine.load_checkpoint(engine_states(folder) or folder / CHECKPOINT_FOLDER)
+        states, optimizer_file = engine_states(folder), folder / _OPTIMIZER_FILE
+        if states is None and optimizer_file.is_file() and weight_files(folder):
+            optimizer, state = self._optimizers[0].optimizer, read_optimizer_state(optimizer_file)
+            with naming(optimizer_file):
+                optimizer.checked_state(state)
+            load_into(self.engine.module, folder)
+            optimizer.load_state_dict(state)
+        else:
+            self.engine.load_checkpoint(states or folder / CHECKPOINT_FOLDER)
         with _Aside(self):
             super().load_state(str(folder), load_kwargs, **kwargs)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,12 @@ def read_optimizer_state(path: Path) -> Any:
             f"{path} cannot be read ({first_line(error)}): it is damaged, or was not written by a Trainer; resume from "
             "another checkpoint, or remove it to begin with a new optimizer"
         ) from error
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -190,7 +191,8 @@ def settled_config(config: Mapping[str, Any], args: TrainingArguments, total: De
         total,
     ]
     settled = with_precision(without_decided(config, decisions), precision)
-    return {**settled, "gradient_clipping": float(args.max_grad_norm), "steps_per_print": 0}
+    clipping = 0.0 if math.isinf(args.max_grad_norm) else float(args.max_grad_norm)
+    return {**settled, "gradient_clipping": clipping, "steps_per_print": 0}
 
 
 def without_optimizer(config: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:

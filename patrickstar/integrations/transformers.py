@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from patrickstar.config import parse_config
 from patrickstar.engine.engine import Engine
-from patrickstar.integrations.accelerate import PatrickStarAccelerator
+from patrickstar.integrations.accelerate import PatrickStarAccelerator, PatrickStarOptimizer
 from patrickstar.integrations.colocated_generator import connect_generator
 from patrickstar.integrations.decided_config import Decision, own_config, with_parallelism
 from patrickstar.integrations.engine_states import (
@@ -34,6 +34,7 @@ from patrickstar.integrations.engine_states import (
     engine_states,
     last_complete,
     leaves_no_complete,
+    naming,
     read_optimizer_state,
     save_states,
     was_interrupted,
@@ -121,6 +122,7 @@ class PatrickStarTrainerMixin:
         self._signals = signals_of(self, self._engine_config)
         load_off_devices([*args, *kwargs.values()])
         super().__init__(*args, **kwargs)
+        self._given_optimizer = self.optimizer
         self._engine_callback = EngineCallback(lambda: self.engine)
         self.add_callback(self._engine_callback)
         if self._signals is not None:
@@ -144,7 +146,10 @@ class PatrickStarTrainerMixin:
         return self.accelerator.engine
 
     def close(self) -> None:
-        """Closes the engine, if there is one: the model is an ordinary one again, whole on each rank. Idempotent."""
+        """Closes the engine, if there is one: the model is an ordinary one again, whole on each rank. Idempotent.
+
+        A later training or evaluation makes another engine, with new optimizer states.
+        """
         self.accelerator.close_engine()
 
     # Setup.
@@ -177,6 +182,12 @@ class PatrickStarTrainerMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine decides where parameters are."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, made anew if the present one belonged to an engine that is closed."""
+        if isinstance(self.optimizer, PatrickStarOptimizer) and not self.accelerator.has_engine:
+            self.optimizer = self._given_optimizer
+        return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """The Trainer's scheduler; a DeepSpeed one if the configuration has a ``scheduler``."""
@@ -335,7 +346,7 @@ class PatrickStarTrainerMixin:
         if self._is_adapted or not weight_files(folder):
             return  # the engine is made when the weights are loaded
         self._ensure_engine()
-        with _naming(path):
+        with naming(path):
             self.optimizer.optimizer.checked_state(state)
 
     def _load_best_model(self) -> None:
@@ -362,21 +373,12 @@ class PatrickStarTrainerMixin:
             with torch.random.fork_rng(devices):  # the Trainer restores them later, when the epoch's order is drawn
                 self.engine.load_checkpoint(states)
         elif optimizer.is_file():  # adapters, or saved by an ordinary Trainer
-            with _naming(optimizer):
+            with naming(optimizer):
                 self.optimizer.load_state_dict(read_optimizer_state(optimizer))
         else:
             return
         if scheduler.is_file():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to ValueErrors."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 class PatrickStarTrainer(PatrickStarTrainerMixin, Trainer):

@@ -6,7 +6,6 @@ With several ranks all must call these functions, in the same order.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -44,8 +43,8 @@ def export_into(
     is_first_rank: bool,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> None:
-    """Writes the weights of the engine's module into ``folder``, replacing its weights; other files stay. Updates the
-    dtype in its ``config.json``. On the first rank it returns when the files are complete.
+    """Writes the weights of the engine's module into ``folder``, replacing its weights; other files stay. On the first
+    rank it returns when the files are complete.
 
     Raises:
         CheckpointError: they cannot be written.
@@ -59,13 +58,8 @@ def export_into(
         return
     for old in [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE_NAME, folder / INDEX_NAME]:
         old.unlink(missing_ok=True)
-    config = folder / "config.json"
-    if config.exists():
-        said = json.loads(config.read_text())
-        key = "torch_dtype" if "torch_dtype" in said else "dtype"
-        config.write_text(json.dumps({**said, key: str(dtype).removeprefix("torch.")}, indent=2, sort_keys=True) + "\n")
     for new in exported.iterdir():
-        if new.name != config.name:
+        if new.name != "config.json":
             new.replace(folder / new.name)
     shutil.rmtree(exported)
 

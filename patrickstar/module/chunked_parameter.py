@@ -169,16 +169,24 @@ class ChunkedParameter(nn.Parameter):
         self._patrickstar.observer.gradients.retain(self._patrickstar)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copies to an ordinary parameter."""
+        """Copies to an ordinary parameter of the user's dtype, with the float32 value if that is as wide."""
         if id(self) not in memo:
-            with _C.HostAllocations():
-                data = self.detach().clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(data.as_subclass(torch.Tensor), self.requires_grad)
+            memo[id(self)] = self._ordinary_copy()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """Pickles as an ordinary parameter with the compute value."""
-        return nn.Parameter(self.detach().clone().as_subclass(torch.Tensor), self.requires_grad).__reduce_ex__(protocol)
+        """Pickles as the ordinary parameter that ``copy.deepcopy`` makes."""
+        return self._ordinary_copy().__reduce_ex__(protocol)
+
+    def _ordinary_copy(self) -> nn.Parameter:
+        handle = self._patrickstar
+        with _C.HostAllocations(), torch.no_grad():
+            if handle.original_dtype.itemsize > handle.dtype.itemsize:  # an average needs more than compute values
+                values = handle.observer.read_values(handle, _C.ArrayKind.MASTER)
+                data = values.to(self.device, handle.original_dtype)
+            else:
+                data = self.detach().clone(memory_format=torch.preserve_format).as_subclass(torch.Tensor)
+        return nn.Parameter(data, self.requires_grad)
 
 
 class ChunkedView(torch.Tensor):

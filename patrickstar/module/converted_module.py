@@ -11,6 +11,7 @@ Within a forward, and in a recomputation during backward, the call goes straight
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -72,6 +73,7 @@ class ConvertedModule:
                 if type(child)._save_to_state_dict is nn.Module._save_to_state_dict
             ),
             *(_LoadFromStateDict(child, load_exactly) for child in owners),
+            *(_SavePretrained(child) for child in module.modules() if getattr(type(child), "config_class", None)),
             *(_Apply(child) for child in module.modules()),
         ]
         for method in self._methods:
@@ -176,6 +178,28 @@ class _SaveToStateDict(_InstanceMethod):
     def __call__(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             nn.Module._save_to_state_dict(self._module, destination, prefix, keep_vars)
+
+
+class _SavePretrained(_InstanceMethod):
+    """``save_pretrained`` of a transformers model. Its ``config.json`` names the user's dtype, which the saved values
+    have and ``from_pretrained`` loads, not that of the parameters.
+    """
+
+    name = "save_pretrained"
+
+    def __call__(self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **options: Any) -> Any:
+        module = self._module
+        result = type(module).save_pretrained(module, save_directory, is_main_process, **options)
+        dtypes = (
+            (param._patrickstar.original_dtype if isinstance(param, ChunkedParameter) else param.dtype, param.dtype)
+            for param in module.parameters()
+        )
+        users, computed = next((pair for pair in dtypes if pair[1].is_floating_point), (None, None))
+        if users != computed:
+            module.config.dtype = str(users).removeprefix("torch.")
+            if is_main_process and not getattr(module, "_hf_peft_config_loaded", False):  # adapters have no config.json
+                module.config.save_pretrained(save_directory)
+        return result
 
 
 class _LoadFromStateDict(_InstanceMethod):

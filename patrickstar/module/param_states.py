@@ -142,17 +142,23 @@ class ParamStates:
         none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in self.arrays}}
         self._managed.set_state_of(param, {**none, **self._managed.state_of(param), key: value.detach()})
 
+    def has_optimizer_state(self, param: nn.Parameter) -> bool:
+        """Tests whether the optimizer has updated the parameter."""
+        if not isinstance(param, ChunkedParameter):
+            return bool(self._managed.state_of(param))
+        handle = param._patrickstar
+        return handle.trainable and self._runtime.step_count(handle.id) > 0
+
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
         """``step`` and the optimizer states of a parameter; empty before its first update."""
         if not isinstance(param, ChunkedParameter):
             return self._managed.state_of(param)
-        handle = param._patrickstar
-        count = self._runtime.step_count(handle.id) if handle.trainable else 0
-        if count == 0:
+        if not self.has_optimizer_state(param):
             return {}
+        handle = param._patrickstar
         with self._guard("reading an optimizer state"):
             return {
-                "step": torch.tensor(float(count)),
+                "step": torch.tensor(float(self._runtime.step_count(handle.id))),
                 **{key: self._read(handle, kind) for key, kind in self.arrays.items()},
             }
 

@@ -71,12 +71,12 @@ def make_groups(
             "%d parameters require grad but are in no group (%s): they are not trained; requires_grad_(False) spares "
             "their gradients too",
             len(missing),
-            _some(missing),
+            some_of(missing),
         )
     elif missing:
         raise ValueError(
-            f"{len(missing)} parameters require grad but are in no group ({_some(missing)}); add a group for them (the "
-            "pattern '*' takes the rest) or freeze them with requires_grad_(False)"
+            f"{len(missing)} parameters require grad but are in no group ({some_of(missing)}); add a group for them "
+            "(the pattern '*' takes the rest) or freeze them with requires_grad_(False)"
         )
     return groups
 
@@ -198,5 +198,6 @@ def _in_no_group(named: Mapping[str, nn.Parameter], groups: list[dict[str, Any]]
     return [name for name, param in named.items() if param.requires_grad and param not in grouped]
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first of ``names``, for messages."""
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

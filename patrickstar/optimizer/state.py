@@ -82,7 +82,7 @@ def checked_state(
     for index, (saved, own) in enumerate(zip(saved_groups, param_groups, strict=True)):
         groups.append(checked_group(kind, {**own, **saved}, f"group {index} of the state dict"))
     entries = [
-        (param, _checked_entry(state_dict["state"].get(key), shape_of(param), f"state {key} of the state dict", rule))
+        (param, checked_entry(state_dict["state"].get(key), shape_of(param), f"state {key} of the state dict", rule))
         for group, saved in zip(param_groups, saved_groups, strict=True)
         for param, key in zip(group["params"], saved["params"], strict=True)
     ]
@@ -101,7 +101,13 @@ def _saved_groups(state_dict: Any, rule: UpdateRule) -> list[Mapping[str, Any]]:
     return list(state_dict["param_groups"])
 
 
-def _checked_entry(entry: Any, shape: torch.Size, what: str, rule: UpdateRule) -> dict[str, Any]:
+def checked_entry(entry: Any, shape: torch.Size, what: str, rule: UpdateRule) -> dict[str, Any]:
+    """Checks one parameter's state, named ``what`` in errors; ``shape`` is the parameter's. Returns ``step`` and the
+    states of ``rule``, or an empty dict if there are none.
+
+    Raises:
+        ValueError: a state is missing, or is impossible.
+    """
     if entry is None or (isinstance(entry, Mapping) and all(value is None for value in entry.values())):
         return {}
     needed = (*(("step",) if rule.says_step else ()), *rule.states)

@@ -10,7 +10,7 @@ from torch import nn
 
 from patrickstar.config import Speculation
 from patrickstar.module.chunked_parameter import ChunkedParameter, is_tied
-from patrickstar.module.gradient_reads import GradientCopy, check_reader
+from patrickstar.module.gradient_reads import check_reader, copy_of
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.observer import Observer
 from patrickstar.module.param_handle import ParamHandle
@@ -23,7 +23,8 @@ class GradientReads:
     In plain PyTorch a gradient lasts from its backward to ``zero_grad``. In chunks it lasts until the step, which puts
     the new parameter in its place. So:
 
-    * Between backward and step, ``.grad`` is a copy of the gradient that the step will use, before clipping.
+    * Between backward and step, ``.grad`` is a copy of the gradient that the step will use: before clipping, and after
+      it once ``clip_grad_norm_`` is called.
     * After the step, ``.grad`` is a copy of the gradient that the step used, for parameters with ``retain_grad()``. The
       copy is dropped by ``zero_grad`` and by the next forward or backward. Reads of other parameters raise.
 
@@ -36,7 +37,8 @@ class GradientReads:
         observer: calls this object for reads from now on.
         states: returns gradients.
         managed: parameters that PyTorch keeps; their gradients stay until :meth:`forget`.
-        prepare: computes the norm of all gradients, as the step does, and returns their loss scale.
+        prepare: computes the norm of all gradients, as the step does, and returns their divisor: the loss scale, and
+            the clipping that was asked for.
         is_inside: whether a forward or a backward runs.
         got_gradient: returns the ids of parameters that ever got a gradient.
         speculation: with ``"commit"`` backward consumes gradients.
@@ -78,7 +80,7 @@ class GradientReads:
                 raise RuntimeError(self._refusal(handle, "now"))
             check_reader(sys._getframe(2), handle.name)
             gradient = self._copy(handle, self._prepare())
-            return None if gradient is None else GradientCopy.of(gradient, handle.name)
+            return None if gradient is None else copy_of(gradient, handle.name)
         if self._after_step is None:
             return None
         if handle.id not in self._after_step and handle.trainable and handle.id in self._got_gradient():

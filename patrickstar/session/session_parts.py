@@ -223,7 +223,7 @@ def _convert(session: Session, undo: Teardown, running: _Running) -> _Converted:
 def _make_reads(session: Session, running: _Running, converted: _Converted) -> GradientReads:
     def prepare() -> float:
         session.grad_norm()
-        return converted.gradients.scale
+        return converted.gradients.scale / converted.gradients.asked_factor()
 
     return GradientReads(
         session.module,

@@ -124,6 +124,12 @@ class StepGradients:
         max_norm = self._configured_max_norm if self._max_norm is None else self._max_norm
         return max_norm / (self.norm() + _CLIP_EPS) if max_norm > 0 else math.inf
 
+    def asked_factor(self) -> float:
+        """Factor of the gradients after :meth:`clip`, as ``clip_grad_norm_`` leaves them; 1 before it, since the
+        configuration's clipping is the step's.
+        """
+        return 1.0 if self._max_norm is None else min(1.0, self.clip_ratio())
+
     def note_change(self) -> None:
         """Drops the norm after a chunk's gradient was rewritten."""
         self._norm = None

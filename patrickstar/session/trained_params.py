@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ from patrickstar import _C
 from patrickstar.module.chunked_parameter import drop_gradient, make_gradient_hook
 from patrickstar.module.managed import ManagedParams
 from patrickstar.module.preprocess import ChunkedSpec, ManagedParam, SortedParams
+from patrickstar.optimizer.groups import some_of
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.session.rank_sync import failed_ranks
 
+logger = logging.getLogger("patrickstar")
 _Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -71,6 +74,8 @@ class TrainedParams:
         self._untrained = [spec for spec in specs if not spec.trained]
         self._asking: list[ChunkedSpec | ManagedParam] = []
         """Untrained parameters that required grad at the last check."""
+        self._left_out = {id(spec) for spec in self._untrained if spec.param.requires_grad}
+        """Specs of :attr:`_untrained` that a warning named: the first ones when the engine was opened."""
         self._num_grouped = 0
         """Number of parameters in the groups at the last check."""
         self.untrained_at_first = {spec.param._patrickstar.id for spec in params.chunked if not spec.trained}
@@ -143,7 +148,19 @@ class TrainedParams:
         found = [spec for spec in asking if spec.param in grouped]
         if not found:
             self._asking, self._num_grouped = asking, num_grouped
+        self._warn_of([spec for spec in asking if spec.param not in grouped])
         return found
+
+    def _warn_of(self, left_out: Sequence[ChunkedSpec | ManagedParam]) -> None:
+        new = [spec for spec in left_out if id(spec) not in self._left_out]
+        self._left_out.update(map(id, new))
+        if new:
+            logger.warning(
+                "%d parameters require grad by now but are in no group of the optimizer (%s): they are not trained; "
+                "add them with optimizer.add_param_group",
+                len(new),
+                some_of([spec.name for spec in new]),
+            )
 
     def _train(self, specs: list[ChunkedSpec | ManagedParam], guard: _Guard) -> None:
         chunked = [spec for spec in specs if isinstance(spec, ChunkedSpec)]

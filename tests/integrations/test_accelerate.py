@@ -128,17 +128,19 @@ def run_pair(folder: Path) -> tuple[Loop, Loop, Loop, Loop]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_state_that_accelerate_saved_with_fsdp_is_loaded(tmp_path):
+@pytest.mark.parametrize("kind", ["alone", "fsdp"])
+def test_a_state_that_accelerate_saved_is_loaded(tmp_path, kind):
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     prepared = accelerator.prepare(*parts())
     run_loop(accelerator, prepared, steps=2)
     accelerator.save_state(str(tmp_path))
-    values, states = get_state_dict(prepared[0], prepared[1].optimizer)
-    for name, state, file in (("model", values, "model.safetensors"), ("optimizer", states, "optimizer.bin")):
-        folder = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[name]
-        dcp.save({name: state}, checkpoint_id=tmp_path / folder)
-        (tmp_path / file).unlink()
+    if kind == "fsdp":
+        values, states = get_state_dict(prepared[0], prepared[1].optimizer)
+        for name, state, file in (("model", values, "model.safetensors"), ("optimizer", states, "optimizer.bin")):
+            folder = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}[name]
+            dcp.save({name: state}, checkpoint_id=tmp_path / folder)
+            (tmp_path / file).unlink()
     plain = run_loop(accelerator, prepared, steps=2, skip=4)
 
     torch.manual_seed(4)
@@ -146,6 +148,12 @@ def test_a_state_that_accelerate_saved_with_fsdp_is_loaded(tmp_path):
     prepared = accelerator.prepare(*parts())
     accelerator.load_state(str(tmp_path))
     assert_equal_loops(run_loop(accelerator, prepared, steps=2, skip=4), plain)
+    if kind == "alone":
+        (tmp_path / "optimizer.bin").write_bytes(b"damaged")
+        before = accelerator.get_state_dict(prepared[0])
+        with pytest.raises(ValueError, match=r"optimizer.bin cannot be read .* it is damaged"):
+            accelerator.load_state(str(tmp_path))
+        assert_same_bits(accelerator.get_state_dict(prepared[0]), before)
     accelerator.free_memory()
 
 
@@ -202,6 +210,9 @@ def test_the_users_own_objects():
     with pytest.raises(ValueError, match="parameters that are in no model"):
         accelerator.prepare(optimizer)
     assert accelerator.prepare(teacher) is teacher
+    joint = torch.optim.AdamW([*model.parameters(), *torch.nn.Linear(2, 2).parameters()])
+    with pytest.raises(ValueError, match="2 of the optimizer's .* parameters are not in the GPT2LMHeadModel"):
+        accelerator.prepare(model, joint)
     assert accelerator.prepare(model) is model
     prepared = accelerator.prepare(optimizer)
     state = prepared.state_dict()["state"][0]
@@ -219,7 +230,7 @@ def test_the_users_own_objects():
         accelerator.clip_grad_norm_([model.transformer.ln_f.weight], 1.0)
     with pytest.raises(ValueError, match="use clip_grad_norm_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
-    with pytest.raises(StateError, match="the accelerator has an engine already"):
+    with pytest.raises(StateError, match="an engine already, which trains one model with one optimizer"):
         accelerator.prepare(*parts()[:2])
     with pytest.raises(StateError):  # not through the accelerator
         model(**batch).loss.backward()
@@ -281,6 +292,55 @@ def test_precision():
     assert model.dtype == torch.bfloat16
     accelerator.free_memory()
     assert model.dtype == torch.float32
+
+
+def classifying_loop(accelerator, teacher_dtype):
+    """Losses of a script's own loss function, which has float32 weights and the logits of a frozen teacher."""
+    torch.manual_seed(0)
+    model, teacher = torch.nn.Linear(8, 3), torch.nn.Linear(8, 3, dtype=teacher_dtype).requires_grad_(False)
+    rows = torch.randn(12, 8)
+    model, teacher, optimizer = accelerator.prepare(model, teacher, torch.optim.AdamW(model.parameters(), lr=0.1))
+    losses = []
+    for row in rows.split(3):
+        logits, aims = model(row), teacher(row.to(teacher_dtype)).softmax(-1)
+        loss = torch.nn.functional.cross_entropy(logits, aims, weight=torch.tensor([1.0, 2.0, 3.0]))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [logits.dtype, aims.dtype, loss.dtype], accelerator.unwrap_model(teacher).weight.dtype
+
+
+@pytest.mark.parametrize("teacher_dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_in_float32(teacher_dtype):
+    plain, _, _ = classifying_loop(Accelerator(cpu=True), torch.float32)
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16", patrickstar_config=engine_config())
+    losses, dtypes, weights = classifying_loop(accelerator, teacher_dtype)
+    assert losses == pytest.approx(plain, rel=1e-2)
+    assert dtypes == [torch.float32] * 3
+    assert weights == teacher_dtype
+    model = accelerator.engine.module
+    accelerator.free_memory()
+    assert model.half()(torch.ones(1, 8, dtype=torch.half)).dtype == torch.half
+
+
+def test_other_models_compute_in_the_precision():
+    """A reference model with a policy's weights, in the folder's bfloat16, has the policy's bits."""
+    accelerator = PatrickStarAccelerator(cpu=True, mixed_precision="bf16", patrickstar_config=engine_config())
+    model, wide, reference = gpt2().bfloat16(), gpt2(), gpt2().bfloat16()
+    dtypes = []
+    wide.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    wide = accelerator.prepare_model(wide, evaluation_mode=True)
+    reference = accelerator.prepare_model(reference, evaluation_mode=True)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    batch = Tokens(1, seed=3)[0]["input_ids"][None]
+    with torch.no_grad():
+        outputs = [module(batch).logits for module in (model, wide, reference)]
+    accelerator.free_memory()
+    assert {logits.dtype for logits in outputs} == {torch.float32}
+    assert dtypes == [torch.bfloat16]
+    assert_same_bits(outputs[2], outputs[0])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.05, atol=0.02)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 import torch
@@ -74,6 +75,19 @@ def test_between_backward_and_step():
         engine.module[0].zero_grad()
         assert params[0].grad is None
         optimizer.step()
+
+
+def test_after_clipping():
+    engine, optimizer = initialize_engine(build, 0, make_config())
+    with engine:
+        run_backward(engine)
+        engine.clip_grad_norm_(CLIPPING)
+        in_chunks = list(engine.module.parameters())[:4]
+        for param, expected in zip(in_chunks, plain_gradients()[1], strict=False):
+            torch.testing.assert_close(param.grad.as_subclass(torch.Tensor), expected)
+        optimizer.step()
+        run_backward(engine)
+        assert math.hypot(*(param.grad.norm() for param in in_chunks)) > CLIPPING
 
 
 def test_after_a_step():
