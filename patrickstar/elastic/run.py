@@ -382,8 +382,8 @@ class ElasticRun:
                 num_lost=self.num_lost,
                 redundancy=None if self._survival is None else int(self._survival.redundancy),
                 num_parameters=self._engine.num_parameters,
-            )  # fmt: skip
-        )
+            )
+        )  # fmt: skip
 
     def _mark(self) -> None:
         self._marked_at, self._marked_steps = time.monotonic(), self.num_steps
