@@ -131,7 +131,7 @@ def test_a_prior_counts_where_nothing_was_measured():
 
 
 def test_links_tell_computing_from_synchronising_in_one_step():
-    """Of a job whose true synchronisation is expected, one step on any size tells the speed on all."""
+    """If the true synchronisation is expected, one step on any size tells the speed on all."""
     expected = Synchronisation(0.1, 0.3)
     model = dataclasses.replace(TRUE, pass_s=0.0)
     for point in ((1, 1, 32), (2, 1, 64), (8, 2, 512)):
