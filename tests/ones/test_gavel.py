@@ -4,11 +4,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
 
 from patrickstar.ones import Cluster, make_trace, on_types, simulate
 from patrickstar.ones.mixes import TYPED_POOLS
 from patrickstar.ones.policies.gavel import Gavel
 from patrickstar.ones.policies.protocol import Foresight
+from patrickstar.ones.policies.simplex import best_shares
 from patrickstar.ones.pools import Candidate
 from patrickstar.ones.simulated_job import SimulatedJob
 from tests.ones.jobs import linear_job
@@ -37,6 +41,22 @@ class Cell:
             if grants.get(name) != job.grant:
                 job.change(now, grants.get(name))
         return {name: grant.gpu_type for name, grant in sorted(grants.items())}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16), num_rows=st.integers(1, 12), num_columns=st.integers(1, 12))
+def test_linear_programs_are_solved_as_scipy_does(seed, num_rows, num_columns):
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(num_rows, num_columns)) * (rng.random((num_rows, num_columns)) < 0.7)
+    rows, limits = np.vstack([rows, np.ones(num_columns)]), np.append(rng.random(num_rows), 5.0)
+    limits[:-1][rng.random(num_rows) < 0.4] = 0.0
+    gains = rng.normal(size=num_columns)
+    found = best_shares(gains, rows, limits)
+    best = linprog(-gains, A_ub=rows, b_ub=limits, bounds=(0, None))
+    assert (found >= 0).all() and (rows @ found <= limits + 1e-6).all()
+    np.testing.assert_allclose(gains @ found, -best.fun, atol=1e-6)
+    with pytest.raises(ValueError, match="has no bound"):
+        best_shares(np.ones(1), -np.ones((1, 1)), np.ones(1))
 
 
 def test_the_least_gain_is_as_large_as_it_can_be():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from patrickstar.ones.jobs import BatchRule, Cluster, JobState
 from patrickstar.ones.policies.placement import place_on_types
 from patrickstar.ones.policies.protocol import Allocation, Memoryless, Profiling, Sizes
+from patrickstar.ones.policies.simplex import best_shares
 from patrickstar.ones.pools import Candidate, StateOn, states_on_types
 
 _LEAST_SHARE = 1e-6
@@ -28,9 +28,6 @@ class Gavel(Memoryless):
     Differences from Gavel: rounds of 120 s in place of 360, since half of the jobs of some mixes end within 150 s; free
     GPUs are granted at once when a job arrives or ends; jobs do not share a GPU. Relative speeds are known from a job's
     arrival.
-
-    Raises:
-        ImportError: scipy, which solves the linear program, is missing.
     """
 
     sizes = Sizes.REQUESTED
@@ -38,7 +35,6 @@ class Gavel(Memoryless):
 
     def __init__(self, interval_s: float = 120.0):
         self.interval_s = interval_s
-        self._linprog = _solver()
         self._next_round_s = 0.0
         self._seen_s = 0.0
         self._had_s: dict[tuple[str, str], float] = {}
@@ -129,17 +125,8 @@ class Gavel(Memoryless):
             ]
         )
         limits = [0.0] * len(sizes) + [1.0] * len(sizes) + [float(pool.num_gpus) for pool in pools.values()]
-        costs = -np.append(_REST * gains / count, 1.0)
-        solved = self._linprog(costs, A_ub=rows, b_ub=limits, bounds=(0, None), method="highs").x
+        solved = best_shares(np.append(_REST * gains / count, 1.0), rows, np.array(limits))
         found: list[dict[str, float]] = [{} for _ in sizes]
         for (row, kind), share in zip(columns, solved, strict=False):
             found[row][kind] = float(share)
         return found
-
-
-def _solver() -> Any:
-    try:
-        from scipy.optimize import linprog
-    except ImportError as error:
-        raise ImportError("gavel solves linear programs with scipy, which is missing; pip install scipy") from error
-    return linprog
