@@ -27,6 +27,10 @@ class Scaling:
     between: float = 0.0
     """Between nodes."""
 
+    def times(self, number: float) -> Scaling:
+        """So many times these ratios."""
+        return Scaling(number * self.within, number * self.between)
+
 
 @dataclasses.dataclass(frozen=True)
 class Synchronisation:

@@ -158,6 +158,8 @@ def test_a_job_is_known_by_its_parameters_once_it_has_run():
     job = dataclasses.replace(job, base_batch=32, max_batch=512, gpu_batch=32, throughput=model)
     seen = SimulatedJob(TraceJob(job, 1e6), {"": Cluster(8)}).state(0.0, Foresight.NONE, "")
     assert seen.job.num_parameters == 0
+    new = Experience((ended,), 4).completed(seen).throughput
+    assert math.isclose(new.node_sync_s, 2 * 1.25 * new.sample_s * 32)  # a job that never ran: twice the median
     state = dataclasses.replace(seen, job=job, observed=steps(model, (8, 2, 256)))
     found = Experience((ended,), 4).completed(state).throughput
     np.testing.assert_allclose([found.sample_s, found.sync_s, found.node_sync_s], [0.01, 0.2, 0.5])

@@ -21,13 +21,14 @@ from patrickstar.ones.policies.past import History, PastJob
 _MOST_JOBS = 1000
 _DEFAULT_SCALING = Scaling(within=0.1, between=0.25)  # of a model of 25 million parameters between GPUs of 12 TFLOPS
 _DEFAULT_NOISE_RATIO = 10.0
+_CAUTION = 2.0  # a first grant that is too large wastes more than one that is too small
 
 
 class Experience:
     """Completes what was measured of a running job by the medians of ended ones.
 
-    A job that has run has its synchronisation by its parameters, at the median seconds per parameter. One that has
-    not, or has not reported its parameters, has the median ratio of synchronising and computing.
+    A job that has run has its synchronisation by its parameters, at the median seconds per parameter. If it has not
+    reported them, it has the median ratio of synchronising and computing. One that has not run has twice that ratio.
 
     Args:
         history: jobs that ended earlier; before any has, scaling and noise scale have typical values.
@@ -87,7 +88,9 @@ class Experience:
 
     def _throughput(self, state: JobState) -> Throughput:
         job, most = state.job, state.job.throughput.max_micro_batch
-        if not state.observed or not job.num_parameters or self._of_a_parameter is None:
+        if not state.observed:
+            return fitted_throughput((), job.base_batch, most, self._scaling.times(_CAUTION))
+        if not job.num_parameters or self._of_a_parameter is None:
             return fitted_throughput(state.observed, job.base_batch, most, self._scaling)
         return throughput_on_links(state.observed, self._of_a_parameter.times(job.num_parameters), most)
 
