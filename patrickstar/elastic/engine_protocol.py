@@ -34,6 +34,11 @@ class ElasticEngine(RecoverableEngine, Protocol):
         ...
 
     @property
+    def num_parameters(self) -> int:
+        """See ``Engine.num_parameters``."""
+        ...
+
+    @property
     def ranks_per_sample(self) -> int:
         """See ``Engine.ranks_per_sample``."""
         ...

@@ -87,6 +87,8 @@ class RunReport:
     """Ranks that were lost since the run's start, without which it goes on."""
     redundancy: int | None = None
     """See :class:`ElasticRun`; None: a lost rank ends the run."""
+    num_parameters: int = 0
+    """Parameters of the model, on all ranks together; 0: unknown."""
 
 
 @dataclasses.dataclass(frozen=True)

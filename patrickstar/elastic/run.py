@@ -375,15 +375,15 @@ class ElasticRun:
                 num_ranks=self.num_ranks,
                 seconds_per_step=seconds / steps if steps else 0.0,
                 loss=self._loss,
-                checkpoint_steps=self._kept.num_steps,
-                has_ended=has_ended,
+                checkpoint_steps=self._kept.num_steps, has_ended=has_ended,
                 num_samples=self.num_samples,
                 global_batch=self.batch.global_batch,
                 noise_scale=self.batch.noise.scale,
                 num_lost=self.num_lost,
                 redundancy=None if self._survival is None else int(self._survival.redundancy),
+                num_parameters=self._engine.num_parameters,
             )
-        )
+        )  # fmt: skip
 
     def _mark(self) -> None:
         self._marked_at, self._marked_steps = time.monotonic(), self.num_steps

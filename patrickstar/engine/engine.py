@@ -49,6 +49,11 @@ class Engine(SavingFace):
         return self._session.config.rank_timeout_seconds
 
     @property
+    def num_parameters(self) -> int:
+        """Parameters of the module, on all ranks together."""
+        return self._session.num_parameters
+
+    @property
     def ranks_per_sample(self) -> int:
         """Neighbouring ranks that get the same samples, since they share sequences or matrices
         (``sequence_parallel``, ``tensor_parallel``).

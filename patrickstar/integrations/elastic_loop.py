@@ -295,6 +295,10 @@ class _TrainerRanks:
         return self._trainer.accelerator.rank_timeout_seconds
 
     @property
+    def num_parameters(self) -> int:
+        return self._trainer.accelerator.num_parameters
+
+    @property
     def ranks_per_sample(self) -> int:
         return self._trainer.accelerator.ranks_per_sample
 

@@ -26,6 +26,11 @@ class ElasticRanks:
         """The engine's timeout, for :class:`patrickstar.elastic.ElasticRun`."""
         return self.engine.rank_timeout_seconds
 
+    @property
+    def num_parameters(self) -> int:
+        """See :attr:`patrickstar.engine.engine.Engine.num_parameters`."""
+        return self.engine.num_parameters
+
     def resize(self, num_ranks: int, **options: Any) -> Resized:
         """Calls :meth:`patrickstar.engine.engine.Engine.resize`; the accelerator's processes are then the new ranks.
         Batches must come from an unprepared ``patrickstar.elastic.ElasticLoader``.

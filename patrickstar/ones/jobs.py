@@ -134,6 +134,8 @@ class Job:
     """
     inner_group: int = 1
     """GPUs that share samples; groups of them divide ``feasible_batches``."""
+    num_parameters: int = 0
+    """Parameters of its model, which its ranks count; 0: not reported yet."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_gpus <= self.requested_gpus <= self.max_gpus:

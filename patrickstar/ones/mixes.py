@@ -184,7 +184,7 @@ def draw_job(
         requested_gpus=gpus, gpu_batch=workload.gpu_batch, base_batch=workload.gpu_batch,
         max_batch=16 * workload.gpu_batch, epoch_samples=1.0, throughput=workload.throughput(),
         noise_scale=workload.noise_scale * math.exp(0.4 * rng.standard_normal()), resize_s=resize_s,
-        workload=workload.name,
+        workload=workload.name, num_parameters=int(1e6 * workload.million_params),
     )  # fmt: skip
     one_gpu = float(job.goodput(1, workload.gpu_batch, 1))
     return TraceJob(

@@ -74,6 +74,13 @@ def divide(candidates: Sequence[Candidate], pools: Mapping[str, Cluster], state_
     return Division(chosen, leaving, states)
 
 
+def states_on_types(one: Candidate, state_on: StateOn, pools: Mapping[str, Cluster]) -> dict[str, JobState]:
+    """A job's states by the types that can hold it; on other types than its own it holds no GPUs."""
+    kinds = [kind for kind in one.speeds if one.least_gpus <= pools[kind].num_gpus]
+    states = {kind: state_on(one.name, kind) for kind in kinds}
+    return {kind: state if kind == one.held else dataclasses.replace(state, gpus=()) for kind, state in states.items()}
+
+
 def has_stayed(run_s: float, start_s: float) -> bool:
     """True if a job has run long enough, since a start or resize that took ``start_s``, to leave its pool."""
     return run_s > _STAYS * start_s

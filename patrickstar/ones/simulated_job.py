@@ -75,7 +75,7 @@ class SimulatedJob:
         return self.grant.gpu_type if self.grant else None
 
     def job_on(self, kind: str) -> Job:
-        """The job with its noise scale, and its speed on a type of GPUs, as far as they were measured."""
+        """The job with its parameters, noise scale and speed on a type of GPUs, as far as they were measured."""
         return self._known_on(kind)[0]
 
     def candidate(self, now: float, sizes: Sizes) -> Candidate:
@@ -168,7 +168,10 @@ class SimulatedJob:
         if kind not in self._known:
             observed = self._observed(kind)
             fitted = fitted_throughput(observed, self._true.base_batch, self._true.throughput.max_micro_batch)
-            job = dataclasses.replace(self._true, throughput=fitted, noise_scale=self._noise_scale)
+            num_parameters = self._true.num_parameters if any(self._steps.values()) else 0
+            job = dataclasses.replace(
+                self._true, throughput=fitted, noise_scale=self._noise_scale, num_parameters=num_parameters
+            )
             self._known[kind] = job, observed
         return self._known[kind]
 

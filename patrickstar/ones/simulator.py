@@ -79,7 +79,8 @@ def simulate(trace: Sequence[TraceJob], policy: Policy, cluster: Cluster | Mappi
     """
     pools = {"": cluster} if isinstance(cluster, Cluster) else dict(cluster)
     _check_trace(trace, pools)
-    profiling = policy.profiling if isinstance(policy, TypesPolicy) else Profiling.NONE
+    typed = policy if isinstance(policy, TypesPolicy) else None  # asked once, since the answer takes long
+    profiling = typed.profiling if typed else Profiling.NONE
     coming = sorted(trace, key=lambda item: (item.job.arrival_s, item.job.name), reverse=True)
     active: dict[str, SimulatedJob] = {}
     finished: list[Finished] = []
@@ -114,7 +115,7 @@ def simulate(trace: Sequence[TraceJob], policy: Policy, cluster: Cluster | Mappi
             active[item.job.name] = SimulatedJob(item, pools, profiling)
         if active:
             for _ in range(_MOST_ROUNDS):
-                parts, is_settled = _decide(now, policy, active, pools)
+                parts, is_settled = _decide(now, policy, typed, active, pools)
                 segments += parts
                 num_decisions += 1
                 if is_settled:
@@ -138,7 +139,11 @@ def _check_trace(trace: Sequence[TraceJob], pools: Mapping[str, Cluster]) -> Non
 
 
 def _decide(
-    now: float, policy: Policy, active: Mapping[str, SimulatedJob], pools: Mapping[str, Cluster]
+    now: float,
+    policy: Policy,
+    typed: TypesPolicy | None,
+    active: Mapping[str, SimulatedJob],
+    pools: Mapping[str, Cluster],
 ) -> tuple[list[Segment], bool]:
     """Carries out a decision. Returns the segments that ended, and False if a change may move jobs to other pools."""
 
@@ -146,15 +151,15 @@ def _decide(
         return active[name].state(now, policy.foresight, kind)
 
     candidates = [job.candidate(now, policy.sizes) for job in active.values()]
-    if isinstance(policy, TypesPolicy):
-        allocation = policy.decide_on_types(now, candidates, state_on, pools)
+    if typed:
+        allocation = typed.decide_on_types(now, candidates, state_on, pools)
     else:
         allocation = _decide_in_pools(now, policy, divide(candidates, pools, state_on), active, pools)
     _check(allocation, active, pools, policy)
     changed = [job for name, job in active.items() if allocation.get(name) != job.grant]
     segments = [job.change(now, allocation.get(job.name)) for job in changed]
     ended = [part for part in segments if part is not None and part.end_s > part.start_s]
-    return ended, isinstance(policy, TypesPolicy) or len(pools) == 1 or not changed
+    return ended, typed is not None or len(pools) == 1 or not changed
 
 
 def _decide_in_pools(

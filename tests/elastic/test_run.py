@@ -9,7 +9,7 @@ from torch import nn
 from patrickstar.elastic import ElasticRun, Next, Orders, OutcomeKind, serve_rendezvous
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
-from tests.elastic.runs import GLOBAL_BATCH, follow_orders, follow_with_initialize
+from tests.elastic.runs import GLOBAL_BATCH, build, follow_orders, follow_with_initialize
 from tests.elastic.test_resize import ALONE
 
 NEVER = 10**9
@@ -89,6 +89,7 @@ def test_orders_are_carried_out_after_the_same_step_by_all_ranks(ordered, straig
     assert "12" in outcomes[2].reason
     assert "5" in outcomes[2].reason
     assert [report.num_ranks for report in reports] == [2, 3, 3, 1, 1]
+    assert {report.num_parameters for report in reports} == {sum(param.numel() for param in build().parameters())}
     assert [result["end"] for result in results].count(Next.STOP) == 1
     assert [result["end"] for result in results].count(Next.LEAVE) == 2
     num_steps = results[0]["num_steps"]

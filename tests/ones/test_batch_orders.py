@@ -39,7 +39,7 @@ class BatchFleet(NotedFleet):
         self.samples[name] = self.samples.get(name, 0) + 5 * batch
         report = RunReport(
             found.report.num_steps, found.num_ranks, 1.0 + 0.01 * batch / found.num_ranks, 1.0, 0,
-            found.phase is JobPhase.ENDED, self.samples[name], batch, self.noise,
+            found.phase is JobPhase.ENDED, self.samples[name], batch, self.noise, num_parameters=1000,
         )  # fmt: skip
         return Status(found.phase, found.num_ranks, report, 0.5, self.refusal)
 
@@ -178,6 +178,7 @@ def test_a_new_scheduler_takes_the_batch_from_the_job(tmp_path):
     kept, ended = third._tracks["a"].progress, again._tracks["a"].progress
     assert (kept.done_samples, kept.noise_scale) == (pytest.approx(ended.done_samples), 500.0)
     assert third._tracks["a"].observed == again._tracks["a"].observed
+    assert third._tracks["a"].num_parameters == again._tracks["a"].num_parameters == 1000
 
 
 def test_a_ledger_of_one_batch_is_read(tmp_path):
@@ -185,7 +186,7 @@ def test_a_ledger_of_one_batch_is_read(tmp_path):
     assert Measured.of(plain, 12) == Measured(3, 0.5, {(2, 12): 0.1}, 36.0)
     ledger = Ledger(tmp_path / "ledger")
     ledger.submitted(submission("a", batch_range=RANGE))
-    measured = Measured(7, 0.5, {(2, 24): 0.1}, 99.0, 31.0)
+    measured = Measured(7, 0.5, {(2, 24): 0.1}, 99.0, 31.0, 1000)
     ledger.ended("a", End.FINISHED, "", measured)
     ledger.close()
     entry = Ledger(tmp_path / "ledger").entries["a"]

@@ -18,8 +18,16 @@ from patrickstar.ones import (
     make_trace,
     simulate,
 )
-from patrickstar.ones.measurements import Scaling, fitted_throughput, scaling_of
+from patrickstar.ones.measurements import (
+    Scaling,
+    Synchronisation,
+    fitted_throughput,
+    scaling_of,
+    throughput_on_links,
+)
 from patrickstar.ones.mixes import TYPED_POOLS, on_types
+from patrickstar.ones.policies.experience import Experience
+from patrickstar.ones.policies.past import PastJob
 from patrickstar.ones.policies.protocol import Foresight, Profiling, Sizes
 from patrickstar.ones.simulated_job import SimulatedJob
 
@@ -103,10 +111,10 @@ def test_a_fit_is_the_model_where_it_was_measured():
     for n, nodes, batch in (*POINTS, (4, 1, 512), (16, 4, 1024)):
         assert math.isclose(fitted.step_s(n, batch, nodes), TRUE.step_s(n, batch, nodes))
     found = scaling_of(steps(TRUE, *POINTS), 32, 128)
-    np.testing.assert_allclose(found, [0.1 / 0.32, 0.3 / 0.32])
+    np.testing.assert_allclose(found, [0.1 / 0.32, 0.3 / 0.32, 0.32])
     near = scaling_of(steps(TRUE, *POINTS[:3]), 32, 128)
     assert math.isclose(near[0], 0.1 / 0.32) and near[1] is None
-    assert scaling_of(steps(TRUE, (2, 1, 512), (8, 2, 512)), 32, 128) == scaling_of((), 32, 128) == (None, None)
+    assert scaling_of(steps(TRUE, (2, 1, 512), (8, 2, 512)), 32, 128) == scaling_of((), 32, 128) == (None, None, 0.0)
 
 
 def test_a_prior_counts_where_nothing_was_measured():
@@ -120,6 +128,44 @@ def test_a_prior_counts_where_nothing_was_measured():
             assert math.isclose(known.step_s(step.num_gpus, step.batch_size, step.num_nodes), step.seconds)
     within = fitted_throughput(steps(TRUE, *POINTS[:3]), 32, 128, prior)
     assert math.isclose(within.sync_s, 0.1) and within.node_sync_s > within.sync_s
+
+
+def test_links_tell_computing_from_synchronising_in_one_step():
+    """If the true synchronisation is expected, one step on any size tells the speed on all."""
+    expected = Synchronisation(0.1, 0.3)
+    model = dataclasses.replace(TRUE, pass_s=0.0)
+    for point in ((1, 1, 32), (2, 1, 64), (8, 2, 512)):
+        fitted = throughput_on_links(steps(model, point), expected, 128)
+        for n, nodes, batch in (*POINTS, (4, 1, 512), (16, 4, 1024)):
+            assert math.isclose(fitted.step_s(n, batch, nodes), model.step_s(n, batch, nodes))
+
+
+def test_a_measured_synchronisation_counts_by_its_error():
+    """Twice the expected one: believed where it is most of a step, not where computing hides it."""
+    expected = Synchronisation(0.05, 0.15)
+    for sample_s, least, most in ((1e-4, 0.29, 0.3), (0.1, 0.15, 0.2)):
+        true = dataclasses.replace(TRUE, sample_s=sample_s, pass_s=0.0)
+        fitted = throughput_on_links(steps(true, (1, 1, 128), (8, 2, 512)), expected, 128)
+        assert least < fitted.node_sync_s < most
+        assert math.isclose(fitted.sync_s, expected.within_s)
+
+
+def test_a_job_is_known_by_its_parameters_once_it_has_run():
+    """Jobs that ended told the seconds per parameter; others learn their synchronisation without a second size."""
+    ended = PastJob("ended", 100.0, within=0.5, between=1.25, parameter_s=4e-9)
+    job = dataclasses.replace(make_trace("artifact", seed=0, num_jobs=1)[0].job, num_parameters=10**8)
+    model = dataclasses.replace(TRUE, sample_s=0.01, pass_s=0.0, sync_s=0.2, node_sync_s=0.5)
+    job = dataclasses.replace(job, base_batch=32, max_batch=512, gpu_batch=32, throughput=model)
+    seen = SimulatedJob(TraceJob(job, 1e6), {"": Cluster(8)}).state(0.0, Foresight.NONE, "")
+    assert seen.job.num_parameters == 0
+    new = Experience((ended,), 4).completed(seen).throughput
+    assert math.isclose(new.node_sync_s, 2 * 1.25 * new.sample_s * 32)  # a job that never ran: twice the median
+    state = dataclasses.replace(seen, job=job, observed=steps(model, (8, 2, 256)))
+    found = Experience((ended,), 4).completed(state).throughput
+    np.testing.assert_allclose([found.sample_s, found.sync_s, found.node_sync_s], [0.01, 0.2, 0.5])
+    unknown = dataclasses.replace(state, job=dataclasses.replace(job, num_parameters=0))
+    found = Experience((ended,), 4).completed(unknown).throughput
+    assert math.isclose(found.node_sync_s, 1.25 * found.sample_s * 32)
 
 
 def test_speed_on_a_type_is_scaled_by_data_sheets_until_it_is_measured():

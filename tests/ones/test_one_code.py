@@ -43,6 +43,7 @@ def trace(seed, count, batches, resize_s=RESIZE_S, gap_s=40.0):
             throughput=Throughput(sample_s=0.02, sync_s=float(rng.uniform(0.01, 0.2)), gamma=1.0),
             noise_scale=0.0 if batches is None else float(rng.lognormal(4, 1)), resize_s=resize_s,
             feasible_gpus=made.sizes, feasible_batches=made.feasible_batches,
+            num_parameters=int(rng.integers(10**6, 10**9)),
         )  # fmt: skip
         found.append(TraceJob(job, samples=float(rng.lognormal(9, 1.5)), noise_seed=index))
         now += float(rng.exponential(gap_s))
@@ -105,7 +106,7 @@ class SimulatedFleet:
         seconds = {(step.num_gpus, step.batch_size): step.seconds for step in observed}.get((count, batch), 0.0)
         report = RunReport(
             state.seen_samples / 24, count, seconds, 1.0, 1, phase is JobPhase.ENDED, state.seen_samples, batch,
-            state.job.noise_scale or None,
+            state.job.noise_scale or None, num_parameters=state.job.num_parameters,
         )  # fmt: skip
         return Status(phase, count, report, state.job.resize_s, gpu_type=self.types[name])
 

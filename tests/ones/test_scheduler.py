@@ -152,12 +152,13 @@ def test_only_numbers_of_gpus_that_a_job_fits_on_are_granted(tmp_path):
 @pytest.mark.slow
 def test_the_planner_says_on_which_numbers_of_gpus_a_job_fits():
     options = ["--model", "gpt:512x4", "--seq-len", "128", "--gpu", "a10", "--host-memory", "400MiB"]
-    found = planned_sizes((1, 4), [*options, "--device-memory", "600MiB"], 8, 2, 4)
+    batches = submission("a", global_batch=8).batches
+    found = planned_sizes((1, 4), [*options, "--device-memory", "600MiB"], batches, 2, 4)
     assert list(found.step_seconds) == [4]
     assert 0 < found.step_seconds[4] < 10
     assert "host_memory: needs 1.01 GiB" in found.refusals[1]
     with pytest.raises(ValueError, match="`patrickstar plan` refuses --model nothing"):
-        planned_sizes((1,), ["--model", "nothing"], 8, 2, 4)
+        planned_sizes((1,), ["--model", "nothing"], batches, 2, 4)
 
 
 def test_a_job_that_fails_starts_again_and_is_given_up_in_the_end(tmp_path):

@@ -38,6 +38,8 @@ class Measured:
     """Progress, in samples of the first batch."""
     noise_scale: float = 0.0
     """The gradient noise scale, in samples; 0: not measured."""
+    num_parameters: int = 0
+    """Parameters of its model; 0: not reported."""
 
     def as_plain(self) -> dict[str, object]:
         """In JSON's types."""
@@ -54,6 +56,7 @@ class Measured:
             {(int(ranks), int(batch)): float(seconds) for ranks, batch, seconds in rows},
             float(plain.get("done_samples", num_steps * first_batch)),
             float(plain.get("noise_scale", 0.0)),
+            int(plain.get("num_parameters", 0)),
         )
 
 

@@ -207,7 +207,7 @@ class Scheduler:
     def _end(self, name: str, end: End, reason: str = "") -> None:
         track = self._tracks.setdefault(name, Track())
         done, noise_scale = track.progress.done_samples, track.progress.noise_scale
-        measured = Measured(track.num_steps, track.loss, dict(track.observed), done, noise_scale)
+        measured = Measured(track.num_steps, track.loss, dict(track.observed), done, noise_scale, track.num_parameters)
         self._ledger.ended(name, end, reason, measured)
         self._evict_all(name, track)
 
@@ -216,7 +216,10 @@ class Scheduler:
         found = entry.measured
         progress = Progress.ended(found.done_samples, found.noise_scale)
         seconds = {"": dict(found.observed)}
-        self._tracks[name] = Track(num_steps=found.num_steps, loss=found.loss, seconds=seconds, progress=progress)
+        self._tracks[name] = Track(
+            num_steps=found.num_steps, loss=found.loss, seconds=seconds, progress=progress,
+            num_parameters=found.num_parameters,
+        )  # fmt: skip
         if entry.end is End.FINISHED and found.observed:
             self._policy.finished(entry.submitted_s, self._state(entry.submitted_s, entry, ""))
 
@@ -347,6 +350,7 @@ class Scheduler:
             feasible_gpus=sizes,
             feasible_batches=batches,
             inner_group=submission.inner_group,
+            num_parameters=track.num_parameters,
         )
 
     def _row(self, name: str, entry: Entry) -> Row:

@@ -28,6 +28,8 @@ class Track:
     seconds: dict[str, dict[tuple[int, int], float]] = dataclasses.field(default_factory=dict)
     """Seconds of a step by type of GPUs, and by number of ranks and global batch."""
     progress: Progress = dataclasses.field(default_factory=Progress)
+    num_parameters: int = 0
+    """Parameters of its model; 0: not reported yet."""
     num_steps: int = 0
     steps_at_order: int = 0
     """Steps when the last order was done; a report of more steps has the batch since then."""
@@ -94,6 +96,7 @@ class Track:
             if not self.has_reported:
                 self.has_reported, self.start_s, self.changed_s = True, now - self.changed_s, now
             self.num_steps = max(self.num_steps, report.num_steps)
+            self.num_parameters = report.num_parameters or self.num_parameters
             first = submission.global_batch
             batch = first if submission.batches.is_fixed else report.global_batch or first
             is_news = self.ordered is None and report.num_steps > self.steps_at_order

@@ -7,18 +7,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from patrickstar.ones.jobs import Job, JobState
-from patrickstar.ones.measurements import Scaling, fitted_throughput, scaling_of
+from patrickstar.ones.jobs import Job, JobState, Throughput
+from patrickstar.ones.measurements import (
+    Scaling,
+    Synchronisation,
+    fitted_throughput,
+    scaling_of,
+    throughput_on_links,
+)
 from patrickstar.ones.policies.lengths import LengthModel
 from patrickstar.ones.policies.past import History, PastJob
 
 _MOST_JOBS = 1000
 _DEFAULT_SCALING = Scaling(within=0.1, between=0.25)  # of a model of 25 million parameters between GPUs of 12 TFLOPS
 _DEFAULT_NOISE_RATIO = 10.0
+_CAUTION = 2.0  # a first grant that is too large wastes more than one that is too small
 
 
 class Experience:
     """Completes what was measured of a running job by the medians of ended ones.
+
+    A job that has run has its synchronisation by its parameters, at the median seconds per parameter. If it has not
+    reported them, it has the median ratio of synchronising and computing. One that has not run has twice that ratio.
 
     Args:
         history: jobs that ended earlier; before any has, scaling and noise scale have typical values.
@@ -30,6 +40,7 @@ class Experience:
         self._gpus_per_node = gpus_per_node
         self._lengths = LengthModel([job.length_s for job in history])
         self._scaling, self._noise_ratio = _DEFAULT_SCALING, _DEFAULT_NOISE_RATIO
+        self._of_a_parameter: Synchronisation | None = None
         self._completed: dict[str, tuple[Job, Job, float]] = {}
         self._find_medians()
 
@@ -58,8 +69,9 @@ class Experience:
         """Learns from a job that ended; ``ages_s`` are those of jobs that go on."""
         job = state.job
         length_s = float(self.ages_s([state])[0])
-        within, between = scaling_of(state.observed, job.base_batch, job.throughput.max_micro_batch)
-        self._past.append(PastJob(job.name, length_s, within, between, job.noise_scale / job.base_batch))
+        within, between, base_s = scaling_of(state.observed, job.base_batch, job.throughput.max_micro_batch)
+        parameter_s = base_s / job.num_parameters if job.num_parameters else 0.0
+        self._past.append(PastJob(job.name, length_s, within, between, parameter_s, job.noise_scale / job.base_batch))
         del self._past[:-_MOST_JOBS]
         self._lengths.ended(length_s, ages_s)
         self._find_medians()
@@ -68,15 +80,19 @@ class Experience:
         job = state.job
         known = self._completed.get(job.name)
         if known is None or known[0] != job:
-            most = job.throughput.max_micro_batch
-            made = dataclasses.replace(
-                job,
-                throughput=fitted_throughput(state.observed, job.base_batch, most, self._scaling),
-                noise_scale=job.noise_scale or self._expected_noise(job),
-            )
+            noise_scale = job.noise_scale or self._expected_noise(job)
+            made = dataclasses.replace(job, throughput=self._throughput(state), noise_scale=noise_scale)
             known = job, made, made.reference_goodput(self._gpus_per_node)
             self._completed[job.name] = known
         return known
+
+    def _throughput(self, state: JobState) -> Throughput:
+        job, most = state.job, state.job.throughput.max_micro_batch
+        if not state.observed:
+            return fitted_throughput((), job.base_batch, most, self._scaling.times(_CAUTION))
+        if not job.num_parameters or self._of_a_parameter is None:
+            return fitted_throughput(state.observed, job.base_batch, most, self._scaling)
+        return throughput_on_links(state.observed, self._of_a_parameter.times(job.num_parameters), most)
 
     def _expected_noise(self, job: Job) -> float:
         # a listed batch changes only by what was measured
@@ -87,6 +103,12 @@ class Experience:
             _median([job.within for job in self._past], _DEFAULT_SCALING.within),
             _median([job.between for job in self._past], _DEFAULT_SCALING.between),
         )
+        known = [job for job in self._past if job.parameter_s]
+        within = _median([job.within and job.within * job.parameter_s for job in known], 0.0)
+        between = _median([job.between and job.between * job.parameter_s for job in known], 0.0)
+        if within or between:
+            slower = _DEFAULT_SCALING.between / _DEFAULT_SCALING.within
+            self._of_a_parameter = Synchronisation(within or between / slower, between or slower * within)
         self._noise_ratio = _median([job.noise_ratio or None for job in self._past], _DEFAULT_NOISE_RATIO)
         self._completed.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,7 +34,7 @@ def best_sizes(values: np.ndarray, num_gpus: int) -> np.ndarray:
         if 2 * len(finite) < most:
             totals = np.stack([padded[most - n : len(padded) - n] + row[n] for n in finite], axis=1)
         else:
-            totals = np.lib.stride_tricks.sliding_window_view(padded, most + 1)[:, ::-1] + row[: most + 1]
+            totals = padded[_places(num_gpus, most)] + row[: most + 1]
             finite = np.arange(most + 1)
         at = totals.argmax(axis=1)
         chosen[job] = finite[at]
@@ -46,6 +47,12 @@ def best_sizes(values: np.ndarray, num_gpus: int) -> np.ndarray:
         sizes[job] = chosen[job, left]
         left -= sizes[job]
     return sizes
+
+
+@functools.lru_cache(maxsize=16)
+def _places(num_gpus: int, most: int) -> np.ndarray:
+    """Places of ``g - n`` GPUs, for ``g`` up to ``num_gpus`` and ``n`` up to ``most``, in a row padded by ``most``."""
+    return most + np.arange(num_gpus + 1)[:, None] - np.arange(most + 1)
 
 
 class Configuration(NamedTuple):

@@ -34,6 +34,10 @@ class PastJob:
     """Its :class:`patrickstar.ones.measurements.Scaling` between GPUs of a node; None if it was not measured there."""
     between: float | None = None
     """The same between nodes."""
+    parameter_s: float = 0.0
+    """Seconds that one GPU computes for its base batch, over the parameters of its model; 0 if one is not known. Times
+    ``within`` or ``between`` it is the synchronisation of a parameter, which links decide.
+    """
     noise_ratio: float = 0.0
     """Its noise scale over its base batch; 0 if it was not measured."""
     epochs: tuple[EpochRecord, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -51,6 +52,18 @@ def place(
         free.difference_update(gpus)
         held[state.job.name] = Grant(gpus, view(state).batch_size(size, rule, cluster.gpus_per_node))
     return held
+
+
+def place_on_types(
+    sizes: Mapping[str, Sequence[tuple[JobState, int]]], pools: Mapping[str, Cluster], rule: BatchRule
+) -> dict[str, Grant]:
+    """Grants of these sizes by type of GPUs; states on other types than a job's own hold no GPUs."""
+    grants: dict[str, Grant] = {}
+    for kind, chosen in sizes.items():
+        numbers = {state.job.name: num_gpus for state, num_gpus in chosen}
+        placed = place(numbers, [state for state, _ in chosen], pools[kind], rule)
+        grants |= {name: dataclasses.replace(grant, gpu_type=kind) for name, grant in placed.items()}
+    return grants
 
 
 def _batch_in_place(state: JobState, job: Job, rule: BatchRule, cluster: Cluster) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from patrickstar.ones.jobs import BatchRule, Cluster, Job, JobState, goodputs
 from patrickstar.ones.policies.knapsack import Configuration, best_configurations
-from patrickstar.ones.policies.placement import place
+from patrickstar.ones.policies.placement import place_on_types
 from patrickstar.ones.policies.protocol import Allocation, Grant, Memoryless, Profiling
-from patrickstar.ones.pools import Candidate, StateOn
+from patrickstar.ones.pools import Candidate, StateOn, states_on_types
 
 _LEAST_SHARE = 1e-3
 
@@ -47,17 +46,7 @@ class SiaLike(Memoryless):
         self, now: float, candidates: Sequence[Candidate], state_on: StateOn, pools: Mapping[str, Cluster]
     ) -> Allocation:
         """See :meth:`patrickstar.ones.policies.protocol.TypesPolicy.decide_on_types`."""
-        jobs = []
-        for one in candidates:
-            kinds = [kind for kind in one.speeds if one.least_gpus <= pools[kind].num_gpus]
-            states = {kind: state_on(one.name, kind) for kind in kinds}
-            jobs.append(
-                {
-                    kind: state if kind == one.held else dataclasses.replace(state, gpus=())
-                    for kind, state in states.items()
-                }
-            )
-        return self._decide(now, jobs, pools)
+        return self._decide(now, [states_on_types(one, state_on, pools) for one in candidates], pools)
 
     def _decide(
         self, now: float, jobs: Sequence[Mapping[str, JobState]], pools: Mapping[str, Cluster]
@@ -65,17 +54,15 @@ class SiaLike(Memoryless):
         """Grants for jobs whose states are given by type; those on other types than a job's own hold no GPUs."""
         offers = [self._offers(now, states, pools) for states in jobs]
         found = best_configurations(offers, [pool.num_gpus for pool in pools.values()])
-        grants: dict[str, Grant] = {}
-        for index, (kind, pool) in enumerate(pools.items()):
-            chosen = [
+        sizes = {
+            kind: [
                 (states[kind], one.num_gpus)
                 for states, one in zip(jobs, found, strict=True)
                 if one.num_gpus and one.kind == index
             ]
-            sizes = {state.job.name: num_gpus for state, num_gpus in chosen}
-            placed = place(sizes, [state for state, _ in chosen], pool, BatchRule.BEST_GOODPUT)
-            grants |= {name: dataclasses.replace(grant, gpu_type=kind) for name, grant in placed.items()}
-        return grants
+            for index, kind in enumerate(pools)
+        }
+        return place_on_types(sizes, pools, BatchRule.BEST_GOODPUT)
 
     def _offers(self, now: float, states: Mapping[str, JobState], pools: Mapping[str, Cluster]) -> list[Configuration]:
         """Configurations of a job with their values, the smaller ones first."""
