@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +24,22 @@ _OTHERS_OPTIONS = (
 )
 """Group keys that reveal another type of optimizer; keys of the engine's own type are excluded."""
 _MOST_STEPS = 2**53  # the largest exact count in float64
+
+
+class StatesInChunks(dict[Any, Any]):
+    """``optimizer.state`` of an engine's optimizer: empty. Reads and changes of states raise RuntimeError."""
+
+    @staticmethod
+    def refuse(*_args: Any) -> NoReturn:
+        """Raises the error."""
+        raise RuntimeError(
+            "an engine's optimizer has its states in chunks, not in optimizer.state. Read them by "
+            "optimizer.state_dict() or patrickstar.utils.safe_get_full_optimizer_state(param, name); write them by "
+            "optimizer.load_state_dict(), which resets the states that it is not given, or "
+            "patrickstar.utils.safe_set_full_optimizer_state(param, value, name)"
+        )
+
+    __missing__ = __setitem__ = clear = refuse
 
 
 class CheckedState(NamedTuple):
@@ -118,7 +134,7 @@ def _checked_entry(entry: Any, shape: torch.Size, what: str, rule: UpdateRule) -
             raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(shape)}")
     step = entry.get("step", 1)  # PyTorch omits it: at least one step
     _check_step(step, what)
-    step = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))
+    step = step if isinstance(step, torch.Tensor) else torch.tensor(float(step), dtype=torch.float32, device="cpu")
     return {"step": step, **{key: entry[key] for key in rule.states}}
 
 
