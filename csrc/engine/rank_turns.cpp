@@ -24,8 +24,8 @@ void RankTurns::begin_step() {
 // A rank that makes another call must be found here: the others would wait for its collectives.
 void RankTurns::begin_phase(Phase phase) {
   if (!pager_.replays()) return;
-  collectives_.exchange("its beginning", {});
   PlanReplay& replay = pager_.replay();
+  collectives_.exchange("its beginning, after " + std::to_string(replay.num_phases()) + " forwards and backwards", {});
   if (replay.begin_phase(phase)) return;
   const Branch here{replay.num_phases(), replay.position() + 1};
   const int choice = paths_.choice_of_phase(here, phase);

@@ -197,8 +197,10 @@ def _row_major_runs(shard: TensorShard, values: torch.Tensor) -> Iterable[tuple[
     if is_row_major(shard.shape, shard.order):
         return [(shard.begin, values)]
     order = shard.order or ()
-    coordinates = torch.unravel_index(torch.arange(shard.begin, shard.end), [shard.shape[dim] for dim in order])
-    positions = torch.zeros(shard.numel, dtype=torch.int64)
+    coordinates = torch.unravel_index(
+        torch.arange(shard.begin, shard.end, device="cpu"), [shard.shape[dim] for dim in order]
+    )
+    positions = torch.zeros(shard.numel, dtype=torch.int64, device="cpu")
     for dim, coordinate in zip(order, coordinates, strict=True):
         positions += coordinate * math.prod(shard.shape[dim + 1 :])
     positions, source = positions.sort()

@@ -23,7 +23,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """A tensor over writable ``data``, which it keeps alive."""
-    return torch.frombuffer(data, dtype=dtype) if len(data) > 0 else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype) if len(data) > 0 else torch.empty(0, dtype=dtype, device="cpu")
 
 
 class Scratch:

@@ -63,7 +63,7 @@ def read_plain_state(file: BinaryIO, what: str) -> Any:
     except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise CheckpointError(f"{what} is nothing that was written: {error}") from error
     with _C.HostAllocations():
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in entries]
+        tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in entries]
         for tensor in tensors:
             data = bytes_of(tensor)
             if data and file.readinto(data) != len(data):  # type: ignore[attr-defined]

@@ -204,7 +204,7 @@ class Checkpoint:
             if result is None:
                 result = tensor_of(self._range_memory.take((end - begin) * stored.dtype.itemsize), stored.dtype)
             result[first - begin : last - begin] = values[first - shard.begin : last - shard.begin]
-        return result if result is not None else torch.empty(0, dtype=stored.dtype)
+        return result if result is not None else torch.empty(0, dtype=stored.dtype, device="cpu")
 
     def _read_shard(self, stored: StoredTensor, shard: StoredShard) -> torch.Tensor:
         if self._last is not None and self._last[0] is shard:

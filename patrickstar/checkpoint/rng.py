@@ -90,7 +90,7 @@ def _set_numpy_state(state: torch.Tensor) -> None:
 
 
 def _integers(values: list[Any]) -> torch.Tensor:
-    return torch.tensor([int(value) for value in values], dtype=torch.int64)
+    return torch.tensor([int(value) for value in values], dtype=torch.int64, device="cpu")
 
 
 def _bits(value: float) -> int:

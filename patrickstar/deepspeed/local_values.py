@@ -69,7 +69,9 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     begin, numel, _ = session_of(param).layout.shard_of(handle.id)
     _check_numel(param, value, numel)
     with _C.HostAllocations():
-        whole = torch.zeros(handle.whole_shape.numel()).as_strided(handle.whole_shape, handle.stride)
+        whole = torch.zeros(handle.whole_shape.numel(), dtype=torch.float32, device="cpu").as_strided(
+            handle.whole_shape, handle.stride
+        )
         whole.as_strided((numel,), (1,), handle.whole_begin + begin).copy_(value.detach().view(-1))
     safe_set_full_grad(param, whole)  # each rank takes its own part
 
@@ -107,7 +109,7 @@ def _read(session: Session, param: ChunkedParameter, kind: _C.ArrayKind) -> torc
     if not handle.trainable:
         return None
     with _C.HostAllocations():
-        values = torch.empty(session.layout.shard_of(handle.id)[1])
+        values = torch.empty(session.layout.shard_of(handle.id)[1], dtype=torch.float32, device="cpu")
     session.runtime.read_own_values(handle.id, kind, values.data_ptr())
     return values
 

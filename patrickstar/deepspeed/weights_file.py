@@ -223,7 +223,9 @@ class _TorchContent:
 
     def __init__(self, file: _PartialFile, entries: Sequence[_Entry]):
         self._file = file
-        self._values: dict[str, torch.Tensor] = {name: torch.empty(0) for entry in entries for name in entry.names}
+        self._values: dict[str, torch.Tensor] = {
+            name: torch.empty(0, device="cpu") for entry in entries for name in entry.names
+        }
         self._failure: OSError | None = None
 
     def add(self, entry: _Entry, values: torch.Tensor) -> None:

@@ -172,7 +172,7 @@ class ElasticSampler(Sampler[list[int]]):
     def _order(self) -> list[int]:
         generator = torch.Generator()
         generator.manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        return torch.randperm(self.num_samples, generator=generator).tolist()
+        return torch.randperm(self.num_samples, generator=generator, device="cpu").tolist()
 
     def advance(self) -> None:
         """Takes one optimizer step's samples. After the last step of an epoch, call :meth:`next_epoch`."""

@@ -6,6 +6,7 @@ has torch's format, so a run can move between the two. Subclasses translate a gr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._session = session
         self._loop = StepLoop(session)
         self._built = False
+        self._members: list[list[torch.Tensor]] = []
+        """Parameters of each group at the last look."""
         self._type = config.optimizer.type
         options = config.optimizer.params.model_dump()
         defaults = {key: options[key] for key in rule_of(self._type).options}
@@ -78,7 +81,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._built:
             what = "the added parameter group"
             options = rule_of(self._type).options
-            param_group = checked_added_group(self._session.module, param_group, self.param_groups, options)
+            session = self._session
+            param_group = checked_added_group(
+                session.module, session.has_param, param_group, self.param_groups, options
+            )
             check_no_refused_option(param_group, what)
             self._check_same_formula({**self.defaults, **param_group}, what)
             group_options(self._type, {**self.defaults, **param_group}, what)
@@ -153,7 +159,23 @@ class HybridOptimizer(torch.optim.Optimizer):
         return self.step_was_skipped
 
     def _group_options(self) -> list[CoreOptions]:
-        """The groups' present options in the core's type."""
+        """The groups' present options in the core's type.
+
+        Raises:
+            ValueError: a group has an option that engines lack, or a parameter has left its group, and the core would
+                update it still.
+        """
+        for index, members in enumerate(self._members):
+            now = self.param_groups[index]["params"] if index < len(self.param_groups) else []
+            if len(now) < len(members) or not all(map(operator.is_, members, now)):
+                raise ValueError(
+                    f"parameters of the optimizer's group {index} were removed or moved, but those of an engine stay "
+                    "in the groups that it was made with; freeze them with requires_grad_(False), set the group's "
+                    "lr, or make a new engine. Add parameters with optimizer.add_param_group"
+                )
+        for index, group in enumerate(self.param_groups):
+            check_no_refused_option(group, f"parameter group {index}")
+        self._members = [list(group["params"]) for group in self.param_groups]
         return [self._core_options(group) for group in self.param_groups]
 
     @outside_of_graphs

@@ -76,10 +76,11 @@ def groups_of(optimizer: torch.optim.Optimizer) -> TakenOver:
 def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> None:
     """Moves step counts, states and schedulers' entries in groups (``initial_lr``) into ``hybrid``.
 
-    ``hybrid`` was built from ``groups_of(optimizer)``. Both objects share the groups afterwards, so schedulers made for
-    the user's optimizer drive the engine's. A step of the engine's counts as one of the user's, so that schedulers warn
-    about their order when it is wrong, and not otherwise. The user's ``optimizer`` keeps no state, and its ``step``
-    raises while gradients are pending in chunks. Callers return the engine's optimizer in its place.
+    ``hybrid`` was built from ``groups_of(optimizer)``. Both objects share the groups and the hooks of steps afterwards,
+    so schedulers made for the user's optimizer drive the engine's. A step of the engine's counts as one of the user's,
+    so that schedulers warn about their order when it is wrong, and not otherwise. The user's ``optimizer`` keeps no
+    state, and its ``step`` raises while gradients are pending in chunks. Callers return the engine's optimizer in its
+    place.
 
     Raises:
         ValueError: groups or shapes of states differ; nothing is moved.
@@ -103,6 +104,10 @@ def move_state(optimizer: torch.optim.Optimizer, hybrid: HybridOptimizer) -> Non
             own.update({key: value for key, value in group.items() if key != "params"})
     optimizer.state.clear()
     optimizer.param_groups = hybrid.param_groups
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        hooks = getattr(optimizer, name)
+        hooks.update(getattr(hybrid, name))
+        setattr(hybrid, name, hooks)
     hybrid.register_step_post_hook(_StepsNoted(optimizer))
 
 

@@ -73,7 +73,7 @@ class ExpertRanks:
         """All ranks' parts of a tensor on the CPU, joined along the first dimension, in rank order."""
         with torch.no_grad(), _C.HostAllocations():
             flat = part.detach().contiguous().view(-1)
-            whole = torch.empty((self.size, flat.numel()), dtype=part.dtype)
+            whole = torch.empty((self.size, flat.numel()), dtype=part.dtype, device="cpu")
             step = max(_PIECE_BYTES // part.itemsize, 1)
             for begin in range(0, flat.numel(), step):
                 mine = flat[begin : begin + step].to(self._device)

@@ -238,7 +238,7 @@ class AdoptedParams:
             shape = spec.param._patrickstar.shape
             with _C.HostAllocations():
                 for param in (spec.param, *spec.ties):
-                    become_ordinary(param, torch.zeros(1, dtype=spec.compute_dtype).expand(shape))
+                    become_ordinary(param, torch.zeros(1, dtype=spec.compute_dtype, device="cpu").expand(shape))
         for chunk in range(len(self._chunks)):
             self.runtime.release_chunk(chunk)
         self._taken.clear()
@@ -287,7 +287,7 @@ class AdoptedParams:
         param = self.specs[param_id].param
         handle: ParamHandle = param._patrickstar
         with _C.HostAllocations():
-            values = torch.empty(0) if values is None else values
+            values = torch.empty(0, device="cpu") if values is None else values
             become_ordinary(param, values.to(device=handle.original_device, dtype=handle.original_dtype))
         for tied in self.specs[param_id].ties:
             become_ordinary(tied, param.data)

@@ -142,7 +142,7 @@ def _share_elements(one: _Span, other: _Span) -> bool:
     if all(_is_dense(span) for span in (one, other)):
         return True
     begin, end = min(one.begin, other.begin), max(one.end, other.end)
-    touched = torch.zeros(end - begin, dtype=torch.bool)
+    touched = torch.zeros(end - begin, dtype=torch.bool, device="cpu")
     _bytes_of(touched, one, begin).fill_(True)
     return bool(_bytes_of(touched, other, begin).any())
 

@@ -108,10 +108,7 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
         storage = result.untyped_storage()._cdata
         for handle in handles:
             if handle.storage == storage:
-                with _DisableTorchFunction():
-                    view = result.as_subclass(ChunkedView)
-                    view._patrickstar, view._patrickstar_impl = handle, view._cdata
-                return view
+                become_view(result, handle)
         return result
     if isinstance(result, (list, tuple)) and any(type(item) is torch.Tensor for item in result):
         items = [_as_view(item, func, handles) for item in result]
@@ -240,9 +237,8 @@ def is_tied(param: nn.Parameter) -> bool:
 def become_view(tensor: torch.Tensor, handle: ParamHandle) -> None:
     """Turns ``tensor``, which shares the parameter's memory, into a ``ChunkedView``."""
     with _DisableTorchFunction():
-        impl = tensor._cdata
-    tensor.__class__ = ChunkedView
-    tensor._patrickstar, tensor._patrickstar_impl = handle, impl
+        tensor._patrickstar, tensor._patrickstar_impl = handle, tensor._cdata
+    tensor.__class__ = ChunkedView  # last: Dynamo, where it traces this, goes on with a whole view
 
 
 def become_ordinary(param: nn.Parameter, values: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar.config import ALL_OPTIONS
-from patrickstar.module.preprocess import ManagedParam
+from patrickstar.module.preprocess import ManagedParam, is_converted
 
 
 class ManagedParams:
@@ -32,7 +32,8 @@ class ManagedParams:
         self._handles: list[RemovableHandle] = []
         owned = {managed.param for managed in self.params}
         for child in module.modules():
-            mine = [p for p in child._parameters.values() if p is not None and p in owned and p.is_floating_point()]
+            params = [p for p in child._parameters.values() if p is not None and p in owned]
+            mine = [p for p in params if is_converted(p.dtype, compute_dtype)]
             if mine and (mine[0].dtype != compute_dtype or mine[0].device != device):
                 self._add_casts(child, mine[0], compute_dtype, device)
 

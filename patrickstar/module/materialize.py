@@ -243,7 +243,7 @@ def _replace_meta_params(module: nn.Module, replaced: dict[nn.Parameter, nn.Para
             if param is None or not param.is_meta:
                 continue
             if param not in replaced:
-                nothing = torch.empty((), dtype=param.dtype).expand(param.shape)
+                nothing = torch.empty((), dtype=param.dtype, device="cpu").expand(param.shape)
                 replaced[param] = nn.Parameter(nothing, requires_grad=param.requires_grad)
                 replaced[param].__dict__.update(param.__dict__)
                 names[f"{prefix}.{name}".lstrip(".")] = replaced[param]

@@ -50,7 +50,7 @@ def buffer_places(module: nn.Module) -> list[BufferPlace]:
     return [
         BufferPlace(child._buffers, name, isinstance(child, _NormBase))
         for child in module.modules()
-        for name in child._buffers
+        for name in child._buffers.keys()  # noqa: SIM118 - those of a ScriptModule cannot be iterated otherwise
     ]
 
 

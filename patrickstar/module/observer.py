@@ -35,7 +35,7 @@ class Observer:
     def read_values(self, handle: ParamHandle, kind: _C.ArrayKind) -> torch.Tensor:
         """The float32 values of one array of a parameter: a new CPU tensor with the parameter's shape and strides."""
         with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
-            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32)
+            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="cpu")
         self._runtime.read_values(handle.id, kind, values.data_ptr())
         return values
 

@@ -94,7 +94,7 @@ class ParamStates:
         if not handle.trainable or not self._observer.has_gradient(handle):
             return None
         with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
-            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32)
+            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="cpu")
             with self._guard("reading a gradient"):
                 self._runtime.read_gradient(handle.id, values.data_ptr())
             return values.div_(loss_scale / self._chunk_factor)
@@ -112,7 +112,7 @@ class ParamStates:
         if not handle.trainable or not self._observer.has_gradient(handle):
             raise _C.StateError(f"{handle.name} has no gradient that could be set; call backward first")
         with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
-            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32)
+            values = torch.empty_strided(handle.shape, handle.stride, dtype=torch.float32, device="cpu")
             values.copy_(handle.own(gradient.detach())).mul_(loss_scale / self._chunk_factor)
         self._runtime.write_gradient(handle.id, values.data_ptr(), _C.Tier.HOST)
 
@@ -131,7 +131,7 @@ class ParamStates:
                 return self._read(param._patrickstar, self.arrays[key])
         values = self._managed.state_of(param).get(key)
         if values is None:
-            return torch.zeros(param.shape, dtype=wide_dtype(param))
+            return torch.zeros(param.shape, dtype=wide_dtype(param), device="cpu")
         return values.detach().to("cpu", wide_dtype(param), copy=True)
 
     def set_moment(self, param: nn.Parameter, key: str, value: torch.Tensor) -> None:
@@ -139,7 +139,10 @@ class ParamStates:
         if isinstance(param, ChunkedParameter):
             self._write(param._patrickstar, self.arrays[key], value)
             return
-        none = {"step": torch.tensor(0.0), **{name: torch.zeros_like(param) for name in self.arrays}}
+        none = {
+            "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
+            **{name: torch.zeros_like(param) for name in self.arrays},
+        }
         self._managed.set_state_of(param, {**none, **self._managed.state_of(param), key: value.detach()})
 
     def has_optimizer_state(self, param: nn.Parameter) -> bool:
@@ -158,7 +161,7 @@ class ParamStates:
         handle = param._patrickstar
         with self._guard("reading an optimizer state"):
             return {
-                "step": torch.tensor(float(self._runtime.step_count(handle.id))),
+                "step": torch.tensor(float(self._runtime.step_count(handle.id)), dtype=torch.float32, device="cpu"),
                 **{key: self._read(handle, kind) for key, kind in self.arrays.items()},
             }
 
@@ -170,7 +173,7 @@ class ParamStates:
         handle = param._patrickstar
         if not handle.trainable:
             return
-        zeros = torch.zeros(handle.whole_shape)
+        zeros = torch.zeros(handle.whole_shape, dtype=torch.float32, device="cpu")
         self._runtime.set_step_count(handle.id, int(state.get("step", 0)))
         for key, kind in self.arrays.items():
             self._write(handle, kind, state.get(key, zeros))

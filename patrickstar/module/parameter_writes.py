@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from patrickstar import _C
 
@@ -118,6 +119,9 @@ def _write_through(written: list[Any], func: Callable[..., Any], args: tuple[Any
         if _copies_values(func, args, kwargs, name):
             copies.put_back()
         copies.write_back(dict.fromkeys(target._patrickstar for target in targets))
+    if func != _DATA_SET:
+        for target in targets:  # a backward that needs the old values raises
+            increment_version(target)
     if func == _DATA_SET or name == "__setitem__" or result is None:
         return None
     return kwargs["out"] if "out" in kwargs else targets[0]

@@ -7,7 +7,7 @@ These stay with PyTorch:
 * embeddings with ``use_cpu_embedding`` (in host memory)
 * embeddings with ``max_norm``, whose forward writes the weights
 * parameters of other classes than ``nn.Parameter`` (quantised weights)
-* parameters without elements, or not floating point
+* parameters without elements, or of a dtype that chunks cannot have (:func:`is_converted`)
 """
 
 from __future__ import annotations
@@ -156,6 +156,13 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
     if not isinstance(module, nn.Module):
         raise ValueError(f"model_func returned a {type(module).__name__}; it must return an nn.Module")
     release(module)
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and child.state_dict():
+            raise ValueError(
+                f"module {name or type(module).__name__} is a torch.jit.ScriptModule, whose code uses its parameters "
+                "and buffers without telling PatrickStar; build the engine with the module that was scripted or traced "
+                "(torch.compile is supported)"
+            )
     for name, param in module.named_parameters():
         if isinstance(param, ChunkedParameter):
             raise ValueError(
@@ -211,7 +218,7 @@ def plan_params(
     with_pytorch = {
         param
         for param in module.parameters()
-        if param in scoped or param in on_host or param in renormalized or not _is_plain(param)
+        if param in scoped or param in on_host or param in renormalized or not _is_plain(param, compute_dtype)
     }
 
     def is_trained(param: nn.Parameter) -> bool:
@@ -273,10 +280,17 @@ def plan_params(
     return SortedParams(chunked=chunked, managed=managed, untrainable=aliases.untrainable)
 
 
-def _is_plain(param: nn.Parameter) -> bool:
+def is_converted(dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
+    """True if values of ``dtype`` become ``compute_dtype``, as inputs of the module do: float32 and 16 bits always,
+    float64 unless the engine computes in float32, 8 bits never.
+    """
+    return dtype in DTYPES or (dtype == torch.float64 and compute_dtype != torch.float32)
+
+
+def _is_plain(param: nn.Parameter, compute_dtype: torch.dtype) -> bool:
     return (
         type(param) is nn.Parameter
-        and param.is_floating_point()
+        and is_converted(param.dtype, compute_dtype)
         and param.numel() > 0
         and param.layout == torch.strided
     )

@@ -213,13 +213,13 @@ class _RandomValues:
     def read(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            values = torch.randn(shape, generator=self._generator)
+            values = torch.randn(shape, generator=self._generator, device="cpu")
             return 0.1 * values + (1.0 if name.endswith("weight") else 0.0)
         return _random_matrix(shape, self._generator)
 
 
 def _random_matrix(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    return torch.randn(shape, generator=generator, device="cpu") * shape[-1] ** -0.5
 
 
 def _give_values(specimen: nn.Module) -> None:

@@ -93,13 +93,20 @@ def _in_place(params: Iterable[Any], replaced: Mapping[nn.Parameter, nn.Paramete
 
 
 def checked_added_group(
-    module: nn.Module, group: Any, groups: Sequence[Mapping[str, Any]], options: Sequence[str]
+    module: nn.Module,
+    has_param: Callable[[nn.Parameter], bool],
+    group: Any,
+    groups: Sequence[Mapping[str, Any]],
+    options: Sequence[str],
 ) -> dict[str, Any]:
     """Checks a group to be added to ``groups``; the result's ``params`` are a list of parameters.
 
+    ``has_param`` tests whether the engine has a parameter of ``module``.
+
     Raises:
         TypeError: the group is not a dict, or its ``params`` have no order.
-        ValueError: a parameter is not in the module or already in a group, or an option is unknown.
+        ValueError: a parameter is not in the module, newer than the engine, or already in a group, or an option is
+            unknown.
     """
     if not isinstance(group, Mapping):
         raise TypeError(f"add_param_group got a {type(group).__name__}; give a dict with 'params'")
@@ -111,6 +118,12 @@ def checked_added_group(
     for param in added["params"]:
         if not isinstance(param, nn.Parameter) or param not in names:
             raise ValueError("add_param_group got a tensor that is not a parameter of the engine's module")
+        if not has_param(param):
+            raise ValueError(
+                f"parameter {names[param]} was put into the module when its engine was open, and an engine trains the "
+                "parameters that its module had when it was made; close() the engine, change the module, and make a "
+                "new engine"
+            )
         if param in taken:
             raise ValueError(f"parameter {names[param]} is in a group already; leave it out of the added one")
         taken.add(param)

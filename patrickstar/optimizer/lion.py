@@ -49,7 +49,7 @@ class Lion(torch.optim.Optimizer):
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(param)
         state["step"] += 1
         beta1, beta2 = group["betas"]

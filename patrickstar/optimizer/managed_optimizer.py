@@ -29,7 +29,7 @@ class CountedSGD(torch.optim.SGD):
 
     @staticmethod
     def _count(param: torch.Tensor, state: dict[str, Any]) -> None:
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        state["step"] = state.get("step", torch.tensor(0.0, dtype=torch.float32, device="cpu")) + 1
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(param)
 

@@ -124,7 +124,7 @@ def checked_entry(entry: Any, shape: torch.Size, what: str, rule: UpdateRule) ->
             raise ValueError(f"{what}: {key} has shape {tuple(value.shape)}, its parameter {tuple(shape)}")
     step = entry.get("step", 1)  # PyTorch omits it: at least one step
     _check_step(step, what)
-    step = step if isinstance(step, torch.Tensor) else torch.tensor(float(step))
+    step = step if isinstance(step, torch.Tensor) else torch.tensor(float(step), dtype=torch.float32, device="cpu")
     return {"step": step, **{key: entry[key] for key in rule.states}}
 
 

@@ -47,11 +47,11 @@ class _Trial:
         self._specimen, self._size = specimen, size
         num_tokens, num_experts = _TOKENS_PER_RANK * size, specimen.num_experts
         generator = torch.Generator().manual_seed(0)
-        self._hidden = torch.randn(num_tokens, _width(specimen), generator=generator)
-        scores = torch.rand(num_tokens, num_experts, generator=generator)
+        self._hidden = torch.randn(num_tokens, _width(specimen), generator=generator, device="cpu")
+        scores = torch.rand(num_tokens, num_experts, generator=generator, device="cpu")
         weights, self._index = scores.topk(min(_NUM_CHOSEN, num_experts))
         self._weights = weights
-        self._factors = torch.randn(num_tokens, 1, generator=generator)
+        self._factors = torch.randn(num_tokens, 1, generator=generator, device="cpu")
 
     def compute_whole(self) -> Computed:
         """All tokens, by the module as it is."""

@@ -38,9 +38,9 @@ def prove_tiles(module: nn.Module, tile_tokens: int) -> None:
 
 def _compute(module: nn.Module) -> Computed:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(1, _NUM_TOKENS, _width(module), generator=generator)
+    tokens = torch.randn(1, _NUM_TOKENS, _width(module), generator=generator, device="cpu")
     hidden = tokens.requires_grad_()
-    weights = torch.randn(1, _NUM_TOKENS, 1, generator=generator)
+    weights = torch.randn(1, _NUM_TOKENS, 1, generator=generator, device="cpu")
     loss = (module(hidden) * weights).sum()
     loss.backward()
     assert hidden.grad is not None

@@ -47,7 +47,7 @@ def trial_batches(model: nn.Module, batch: int, length: int) -> Iterator[dict[st
     special = dict(_special_tokens(model))
     words = _words(model, set(special.values()))
     generator = torch.Generator().manual_seed(0)
-    tokens = words[torch.randint(len(words), (batch, length), generator=generator)]
+    tokens = words[torch.randint(len(words), (batch, length), generator=generator, device="cpu")]
     others = {"use_cache": False} if _takes(model, "use_cache") else {}
     yield {**_as_data(model, tokens, special, generator), **others}
     yield {"input_ids": tokens, **({"labels": _labels(model, tokens)} if has_loss(model) else {}), **others}
@@ -59,7 +59,7 @@ def _words(model: Any, special: set[int]) -> torch.Tensor:
     if table is None:
         raise ValueError(f"{type(model).__name__} has no table of tokens to try it with")
     most = min(len(table), model.config.get_text_config().vocab_size, _MOST_WORDS)
-    return torch.tensor([token for token in range(most) if token not in special] or [0])
+    return torch.tensor([token for token in range(most) if token not in special] or [0], device="cpu")
 
 
 def _table(model: Any) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ def _as_data(
         return found
     labels, is_by_token = _labels(model, tokens), has_token_labels(model)
     if is_by_token:
-        labels[torch.rand(tokens.shape, generator=generator) < 0.2] = IGNORED
+        labels[torch.rand(tokens.shape, generator=generator, device="cpu") < 0.2] = IGNORED
     mask = torch.ones_like(tokens)
     if batch > 1 and length > 2 * _NUM_PADDED:
         mask[1:, :_NUM_PADDED] = 0
@@ -101,9 +101,9 @@ def _labels(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return tokens % number if getattr(model, "loss_type", None) == "ForTokenClassification" else tokens.clone()
     kind = model.config.problem_type or ("regression" if number == 1 else "single_label_classification")
     if kind == "single_label_classification":
-        return torch.arange(len(tokens)) % number
+        return torch.arange(len(tokens), device="cpu") % number
     shape = (len(tokens),) if kind == "regression" and number == 1 else (len(tokens), number)
-    return (torch.arange(math.prod(shape)) % 2).float().view(shape)
+    return (torch.arange(math.prod(shape), device="cpu") % 2).float().view(shape)
 
 
 def with_another_first_token(batch: dict[str, Any]) -> dict[str, Any]:

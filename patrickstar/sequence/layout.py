@@ -52,4 +52,4 @@ def slices_of_rank(rank: int, size: int, local_length: int, mode: Mode) -> tuple
 def positions_of_rank(rank: int, size: int, local_length: int, mode: Mode | str) -> torch.Tensor:
     """Positions in the whole sequence of the tokens of ``rank``: int64, [local_length]."""
     slices = slices_of_rank(rank, size, local_length, Mode(mode))
-    return torch.cat([torch.arange(part.start, part.stop) for part in slices])
+    return torch.cat([torch.arange(part.start, part.stop, device="cpu") for part in slices])

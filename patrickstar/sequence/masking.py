@@ -161,7 +161,9 @@ class Masking:
         stop = torch.full_like(queries, _BEYOND) if forward is None else queries + forward + 1
         if self.documents is not None:
             pinned = queries.device.type == "cuda"  # a pinned source, so that the host does not wait for the copy
-            bounds = torch.tensor([*self.documents, _BEYOND], pin_memory=pinned).to(queries.device, non_blocking=True)
+            bounds = torch.tensor([*self.documents, _BEYOND], pin_memory=pinned, device="cpu").to(
+                queries.device, non_blocking=True
+            )
             document = torch.searchsorted(bounds, queries, right=True)
             first, stop = torch.maximum(first, bounds[document - 1]), torch.minimum(stop, bounds[document])
         if self.length is not None:

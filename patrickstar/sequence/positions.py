@@ -129,7 +129,7 @@ def _find_inside(model: nn.Module, call: Call, batch: Mapping[str, Any]) -> Posi
             handle.remove()
     length = batch["input_ids"].shape[1]
     told = [each for each in listeners if each.heard]
-    by_place = torch.arange(length)
+    by_place = torch.arange(length, device="cpu")
     if all(torch.equal(one.reshape(-1, length)[0].cpu(), by_place) for each in told for one in each.heard):
         return Positions(inside=tuple(each.name for each in told))
     raise ValueError(

@@ -146,7 +146,7 @@ def _slices(group: SequenceGroup, length: int):
 
 
 def _places(group: SequenceGroup, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    mine, everything = (torch.arange(part.start, part.stop) for part in _slices(group, length))
+    mine, everything = (torch.arange(part.start, part.stop, device="cpu") for part in _slices(group, length))
     return mine, everything
 
 

@@ -64,7 +64,7 @@ def reach_of(sees: Sees, window: int | None) -> Reach | None:
     """
     length = 2 * (window or 0) + _NEAR
     try:
-        middle = _row(sees, length // 2, torch.arange(length))
+        middle = _row(sees, length // 2, torch.arange(length, device="cpu"))
         seen = middle.nonzero().flatten().tolist()
         if not seen:
             return None
@@ -74,8 +74,8 @@ def reach_of(sees: Sees, window: int | None) -> Reach | None:
             None if seen[-1] == length - 1 else forward,
         )
         far = max(_FAR)
-        rows = [(query, torch.arange(length)) for query in (0, 1, length // 2, length - 1)]
-        rows += [(far, far - torch.tensor(_FAR)), (0, torch.tensor(_FAR))]
+        rows = [(query, torch.arange(length, device="cpu")) for query in (0, 1, length // 2, length - 1)]
+        rows += [(far, far - torch.tensor(_FAR, device="cpu")), (0, torch.tensor(_FAR, device="cpu"))]
         agrees = all(torch.equal(_row(sees, query, keys), _reaches(found, query, keys)) for query, keys in rows)
     except (IndexError, RuntimeError):  # the mask looks up token data
         return None
@@ -83,8 +83,8 @@ def reach_of(sees: Sees, window: int | None) -> Reach | None:
 
 
 def _row(sees: Sees, query: int, keys: torch.Tensor) -> torch.Tensor:
-    first = torch.zeros((1, 1), dtype=torch.long)
-    return sees(first, first, torch.tensor([[query]]), keys[None]).expand(1, len(keys))[0].bool()
+    first = torch.zeros((1, 1), dtype=torch.long, device="cpu")
+    return sees(first, first, torch.tensor([[query]], device="cpu"), keys[None]).expand(1, len(keys))[0].bool()
 
 
 def _reaches(reach: Reach, query: int, keys: torch.Tensor) -> torch.Tensor:

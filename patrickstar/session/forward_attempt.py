@@ -165,7 +165,7 @@ def _to_host(group: list[torch.Tensor]) -> torch.Tensor:
         with _C.HostAllocations():
             return torch.cat([_bytes(buffer) for buffer in group])
     flat = torch.cat([_bytes(buffer) for buffer in group])
-    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+    return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True, device="cpu").copy_(flat, non_blocking=True)
 
 
 def _bytes(buffer: torch.Tensor) -> torch.Tensor:

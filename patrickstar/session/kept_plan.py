@@ -22,7 +22,7 @@ from patrickstar.planning.plan_cache import PlanCache, cache_folder, key_of
 from patrickstar.planning.step_plan import VERSION, Plan
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.session.core_setup import current_plan
-from patrickstar.session.recompute_choice import NoRecomputeChoice
+from patrickstar.session.recompute_choice import NoRecomputeChoice, shape_of
 
 logger = logging.getLogger("patrickstar")
 
@@ -251,4 +251,4 @@ def _machine_facts(device: torch.device) -> list[Any]:
 
 
 def _shape(leaf: Any) -> Any:
-    return [list(leaf.shape), str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    return [list(shape_of(leaf)), str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else type(leaf).__name__

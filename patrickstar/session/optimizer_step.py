@@ -27,6 +27,7 @@ def run_step(session: Session, param_groups: list[dict[str, Any]], options: list
         if not session.runtime.gradients_pending():
             session.run_log.note_step_without_gradients()
             return
+        session.parts.agreed_options.check(param_groups)
         session.parts.recompute_choice.before_step()
         decision = _decide(session, param_groups, options)
     try:

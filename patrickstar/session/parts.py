@@ -15,7 +15,7 @@ from patrickstar.session.backwards import Backwards
 from patrickstar.session.forwards import Forwards
 from patrickstar.session.gradient_reads import GradientReads
 from patrickstar.session.kept_plan import NoKeptPlan
-from patrickstar.session.rank_sync import BufferSync
+from patrickstar.session.rank_sync import AgreedOptions, BufferSync
 from patrickstar.session.recompute_choice import NoRecomputeChoice
 from patrickstar.session.step_gradients import StepGradients
 from patrickstar.session.trained_params import TrainedParams
@@ -34,6 +34,7 @@ class Parts:
     compiled: CompiledUnits
     trained: TrainedParams
     gradient_reads: GradientReads
+    agreed_options: AgreedOptions
     backwards: Backwards
     kept_plan: NoKeptPlan
     checkpoint_calls: CheckpointCalls

@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from patrickstar.config import Config
+from patrickstar import _C
+from patrickstar.config import ALL_OPTIONS, Config
 from patrickstar.machine.budgets import Budgets
 from patrickstar.module.first_rank_values import bytes_of_tensor, copy_bytes
 from patrickstar.module.managed import real_parts, wide_dtype
-from patrickstar.module.observed_buffers import buffer_places
+from patrickstar.module.observed_buffers import ObservedBuffer, buffer_places
 from patrickstar.ranks.chunk_ranks import ChunkRanks
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.ranks.failures import first_line
@@ -106,6 +108,32 @@ def check_same_config(ranks: RankGroups, config: Config) -> None:
     ranks.check_agreement("the configuration", repr(shared))
 
 
+class AgreedOptions:
+    """Checks that all ranks step with the same options: each rank updates its shards with its own."""
+
+    def __init__(self, ranks: RankGroups):
+        self._ranks = ranks
+        self._agreed = ""
+
+    def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Compares the groups' options if they have changed since the last check.
+
+        Raises:
+            DisagreementError: they differ between ranks.
+            RankMismatch: they have changed on some ranks alone.
+        """
+        if len(self._ranks.members) == 1:
+            return
+        mine = "; ".join(_options_text(group) for group in param_groups)
+        if mine != self._agreed:
+            self._ranks.check_agreement("the options of the parameter groups", mine)
+            self._agreed = mine
+
+
+def _options_text(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={group[key]}" for key in ALL_OPTIONS if key in group)
+
+
 def failed_ranks(ranks: RankGroups, failure: BaseException | None) -> str:
     """Ranks with a ``failure`` and its text; empty if none failed. Collective over all ranks."""
     mine = "" if failure is None else f"{type(failure).__name__}: {first_line(failure)}"
@@ -163,44 +191,73 @@ def first_ranks_survey(ranks: RankGroups, survey: Survey) -> Survey:
 
 
 class BufferSync:
-    """Sends rank 0's changed buffers (running statistics) to all ranks before each training forward, as DDP does."""
+    """Sends rank 0's buffers (running statistics) to all ranks, before each training forward and before the first
+    evaluation after one, as DDP does.
+
+    Only buffers travel that a rank has changed or replaced. Those whose size differs from rank 0's stay, such as a mask
+    for a rank's own sequence length.
+    """
 
     def __init__(self, ranks: RankGroups, module: nn.Module):
         self._ranks = ranks
         has_any = next(module.buffers(), None) is not None  # a place may be empty
         self._places = buffer_places(module) if has_any and len(ranks.members) > 1 else []
         self._observed = [place.observe() for place in self._places]
+        self._has_trained = False
+        """A training forward has begun since the last evaluation."""
 
-    def run(self) -> None:
-        """Called by all ranks before a training forward."""
-        if not self._places:
+    def run(self, tracking: _C.Tracking) -> None:
+        """Called by all ranks before a forward."""
+        is_training = tracking == _C.Tracking.TRAINING
+        if not self._places or not (is_training or self._has_trained):
             return
-        message = io.BytesIO()
-        if self._ranks.context.rank == self._ranks.members[0]:
-            for index, observed in enumerate(self._observed):
-                if observed is not None and observed.has_changed():
-                    values = bytes_of_tensor(observed.tensor)
-                    message.write(_BUFFER_HEAD.pack(index, len(values)))
-                    message.write(values)
-        received = self._ranks.control.exchange(message.getvalue(), "buffers")[0]
+        self._has_trained = is_training
+        now = [place.observe() for place in self._places]
+        changed = [i for i, pair in enumerate(zip(self._observed, now, strict=True)) if _is_changed(*pair)]
+        first, *others = self._ranks.control.exchange(self._packed(changed, now), "buffers")
         with reading("buffers"):
-            values = self._unpacked(received)
+            values = _unpacked(first, len(now))
+            missing = sorted({index for message in others for index in _unpacked(message, len(now))} - values.keys())
+        if missing:  # all ranks see the same messages
+            first = self._ranks.control.exchange(self._packed(missing, now), "buffers of the first rank")[0]
+            with reading("buffers"):
+                values |= _unpacked(first, len(now))
         for index, value in values.items():
-            copy_bytes(self._observed[index].tensor, value)
+            buffer = now[index]
+            if buffer is not None and buffer.tensor.nbytes == len(value):
+                copy_bytes(buffer.tensor, value)
         self._observed = [place.observe() for place in self._places]
 
-    def _unpacked(self, message: bytes) -> dict[int, bytes]:
-        """Values by buffer index."""
-        values: dict[int, bytes] = {}
-        at = 0
-        while at < len(message):
-            index, num_bytes = _BUFFER_HEAD.unpack_from(message, at)
-            at += _BUFFER_HEAD.size
-            values[index] = message[at : at + num_bytes]
-            at += num_bytes
-            if not num_bytes == len(values[index]) == self._observed[index].tensor.nbytes:
-                raise ValueError(f"{num_bytes} bytes of buffer {index}")
-        return values
+    def _packed(self, indices: Sequence[int], buffers: Sequence[ObservedBuffer | None]) -> bytes:
+        """The indices; from the first rank with values."""
+        is_first = self._ranks.context.rank == self._ranks.members[0]
+        message = io.BytesIO()
+        for index in indices:
+            buffer = buffers[index]
+            values = bytes_of_tensor(buffer.tensor) if is_first and buffer is not None else b""
+            message.write(_BUFFER_HEAD.pack(index, len(values)))
+            message.write(values)
+        return message.getvalue()
+
+
+def _is_changed(before: ObservedBuffer | None, now: ObservedBuffer | None) -> bool:
+    if before is None or now is None:
+        return before is not now
+    return before.tensor is not now.tensor or before.has_changed()
+
+
+def _unpacked(message: bytes, num_buffers: int) -> dict[int, bytes]:
+    """Values by buffer index."""
+    values: dict[int, bytes] = {}
+    at = 0
+    while at < len(message):
+        index, num_bytes = _BUFFER_HEAD.unpack_from(message, at)
+        at += _BUFFER_HEAD.size
+        values[index] = message[at : at + num_bytes]
+        at += num_bytes
+        if num_bytes != len(values[index]) or index >= num_buffers:
+            raise ValueError(f"{num_bytes} bytes of buffer {index}")
+    return values
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

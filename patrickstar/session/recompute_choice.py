@@ -157,9 +157,7 @@ class RecomputeChoice(NoRecomputeChoice):
 
     def begin_forward(self, inputs: Any) -> None:
         """See :class:`NoRecomputeChoice`. Collective over ``ranks`` once calls save anything."""
-        shapes = [
-            tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-        ]
+        shapes = [shape_of(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
         if self._stage is ChoiceStage.MEASURING and self._runtime.num_accesses == 0:
             self._begin_measuring()
         if self._stage is ChoiceStage.MEASURING:
@@ -324,6 +322,11 @@ def _measurement(runtime: _C.Runtime, device: torch.device, storages: Collection
     return CallMeasurement(
         lambda: runtime.num_accesses - 1, clock_of(device), device, storages.__contains__, ComparedProducts()
     )
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape in plain numbers; of a nested tensor that of all its elements, of one that is traced the example's."""
+    return tuple(map(int, (tensor.values() if tensor.is_nested else tensor).shape))
 
 
 def _size_of(shapes: Sequence[tuple[int, ...]], is_quadratic: bool) -> int:

@@ -31,7 +31,7 @@ from patrickstar.session.gradient_reads import GradientReads
 from patrickstar.session.kept_plan import make_kept_plan
 from patrickstar.session.parts import Parts
 from patrickstar.session.quiet_log import PressureLog
-from patrickstar.session.rank_sync import BufferSync
+from patrickstar.session.rank_sync import AgreedOptions, BufferSync
 from patrickstar.session.recompute_choice import NoRecomputeChoice, make_recompute_choice
 from patrickstar.session.session import Session
 from patrickstar.session.step_gradients import StepGradients
@@ -72,7 +72,7 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
         running.choice,
         lambda: converted.compiled.names,
     )
-    ends_of_step = [converted.end_step, PressureLog(runtime).end_step, kept_plan.end_step]
+    ends_of_step = [converted.end_step, converted.trained.end_step, PressureLog(runtime).end_step, kept_plan.end_step]
     if profiler is not None:
         ends_of_step.append(profiler.end_step)
     return Parts(
@@ -85,6 +85,7 @@ def build_parts(session: Session, undo: Teardown, largest_module_bytes: int) -> 
         compiled=converted.compiled,
         trained=converted.trained,
         gradient_reads=reads,
+        agreed_options=AgreedOptions(ranks),
         backwards=Backwards(
             runtime,
             session.observer,

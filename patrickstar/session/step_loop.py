@@ -50,12 +50,13 @@ class StepLoop:
         session.check_ready()
         if not torch.is_grad_enabled():  # a model from from_pretrained is in evaluation mode, and may be trained so
             with deferred_signals() as signals, session.guard("evaluation forward"):
+                parts.buffers.run(_C.Tracking.UNTRACKED)
                 return parts.forwards.run(call, signals, _C.Tracking.UNTRACKED)
         with deferred_signals() as signals:
             session.gradient_reads.forget()
             parts.trained.follow(lambda: session.guard("forward"))
             with session.guard("forward"):
-                parts.buffers.run()
+                parts.buffers.run(_C.Tracking.TRAINING)
                 session.kept_plan.begin_forward(inputs)
                 parts.recompute_choice.begin_forward(inputs)
                 result = parts.forwards.run(call, signals, _C.Tracking.TRAINING)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar import _C
@@ -68,6 +69,8 @@ class TrainedParams:
         self._ties = [tied for spec in params.chunked for tied in spec.ties]
         self._gradient_hooks: list[_C.GradientHook] = []
         self._params: list[nn.Parameter] = []
+        self._step_counts: dict[int, int] = {}
+        """Parameter id -> its step count at the end of the last step."""
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         """Hooks of parameters in chunks that require grad, or did."""
         specs: list[ChunkedSpec | ManagedParam] = [*params.chunked, *params.managed]
@@ -97,6 +100,17 @@ class TrainedParams:
     def got_gradient(self) -> set[int]:
         """Ids of parameters in chunks that ever got a gradient."""
         return {hook.param for hook in self._gradient_hooks if hook.has_accumulated}
+
+    def end_step(self) -> None:
+        """Tells autograd which parameters the step has changed, as ``torch.optim`` does.
+
+        A backward of a forward from before the step then raises, where it needs the old values.
+        """
+        for hook, param in zip(self._gradient_hooks, self._params, strict=True):
+            count = self._runtime.step_count(hook.param)
+            if self._step_counts.get(hook.param, 0) != count:
+                self._step_counts[hook.param] = count
+                increment_version(param)
 
     def drop_left_gradients(self) -> None:
         """Drops gradients that an interrupted backward left in ``.grad``, where autograd would add to them."""

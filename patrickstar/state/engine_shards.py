@@ -210,7 +210,7 @@ class EngineSink:
 
         Different values could only be quantised from the whole parameter.
         """
-        own = torch.empty(wanted.numel, dtype=torch.float32)
+        own = torch.empty(wanted.numel, dtype=torch.float32, device="cpu")
         self._session.runtime.read_own_values(handle.id, _C.ArrayKind.MASTER, own.data_ptr())
         if not own.to(wanted.dtype).equal(values.to(wanted.dtype)):
             raise ValueError(
@@ -232,7 +232,10 @@ class EngineSink:
             if isinstance(param, ChunkedParameter) and count > 0:
                 self._session.runtime.set_step_count(param._patrickstar.id, count)
             else:
-                states = {"step": torch.tensor(float(count)), **self._managed_states.pop(param, {})}
+                states = {
+                    "step": torch.tensor(float(count), dtype=torch.float32, device="cpu"),
+                    **self._managed_states.pop(param, {}),
+                }
                 self._session.states.set_optimizer_state(param, states if count > 0 else {})
 
 

@@ -64,10 +64,12 @@ def recognise_norm(module: nn.Module, width: int) -> NormKind | None:
 def _agreeing(module: nn.Module, features: int, own: dict[str, nn.Parameter]) -> Iterator[NormKind]:
     with torch.no_grad(), torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
-        values = {name: 0.5 + torch.rand(features, generator=generator, dtype=torch.float64) for name in own}
+        values = {
+            name: 0.5 + torch.rand(features, generator=generator, dtype=torch.float64, device="cpu") for name in own
+        }
         # The squares of the last tokens are of the order of eps.
-        scale = torch.logspace(0, -5, _TOKENS, dtype=torch.float64)[:, None]
-        tokens = scale * (0.3 + torch.randn(_TOKENS, features, generator=generator, dtype=torch.float64))
+        scale = torch.logspace(0, -5, _TOKENS, dtype=torch.float64, device="cpu")[:, None]
+        tokens = scale * (0.3 + torch.randn(_TOKENS, features, generator=generator, dtype=torch.float64, device="cpu"))
         try:
             found = functional_call(module, values, (tokens,))
         except Exception:  # another library's code may raise anything
@@ -102,8 +104,8 @@ def embedding_factor(module: nn.Embedding) -> float | None:
     with torch.no_grad(), torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         shape = _ROWS_OF_TABLE, module.embedding_dim
-        table = 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)
-        tokens = torch.arange(_ROWS_OF_TABLE)
+        table = 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+        tokens = torch.arange(_ROWS_OF_TABLE, device="cpu")
         try:
             found = functional_call(module, {"weight": table, **_real_buffers(module)}, (tokens,))
         except Exception:  # another library's code may raise anything
@@ -126,5 +128,5 @@ def _real_buffers(module: nn.Module) -> dict[str, Any]:
             continue
         value = next((value for key, value in vars(module).items() if key.endswith(name) and key != name), None)
         if buffer.numel() == 1 and isinstance(value, (int, float)):
-            found[name] = torch.tensor(value, dtype=torch.float64)
+            found[name] = torch.tensor(value, dtype=torch.float64, device="cpu")
     return found

@@ -118,7 +118,7 @@ class Model(nn.Module):
 
 
 def read_buffers(ranks):
-    rank_sync.BufferSync(ranks, Model()).run()
+    rank_sync.BufferSync(ranks, Model()).run(_C.Tracking.TRAINING)
 
 
 def read_rest(ranks):

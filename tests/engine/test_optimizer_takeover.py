@@ -52,6 +52,9 @@ def test_a_run_goes_on(optimizer_class, options, expected):
         step(plain, plain_optimizer, plain_scheduler, batch, torch.Tensor.backward)
     for batch in batches[:2]:
         step(module, optimizer, scheduler, batch, torch.Tensor.backward)
+    hooked = []
+    optimizer.register_step_pre_hook(lambda *_: hooked.append("before"))
+    last = optimizer.register_step_post_hook(lambda *_: hooked.append("after"))
     taken = groups_of(optimizer)
     assert taken.type is expected
     assert [group["lr"] for group in taken.groups] == [group["lr"] for group in optimizer.param_groups]
@@ -66,6 +69,10 @@ def test_a_run_goes_on(optimizer_class, options, expected):
         assert not optimizer.state
         for batch in batches[2:]:
             step(module, hybrid, scheduler, batch, engine.backward)
+        assert hooked == ["before", "after"] * 3
+        last.remove()
+        hybrid.step()
+        assert hooked[6:] == ["before"]
         assert "foreach" not in hybrid.param_groups[0]
         for name, value in engine.state_dict().items():
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)

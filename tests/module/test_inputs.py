@@ -35,6 +35,10 @@ def engine_and_optimizer():
         ({"model_func": nn.LazyLinear(3)}, "not initialised"),
         ({"model_func": lambda: "model"}, "model_func returned a str"),
         ({"model_func": lambda: nn.LazyLinear(3)}, "not initialised"),
+        (
+            {"model_func": lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2)))},
+            "module 0 is a torch.jit.ScriptModule",
+        ),
         ({"model_func": Mlp, "local_rank": -1}, "local_rank is -1"),
         ({"model_func": Mlp, "local_rank": "0"}, "local_rank is '0'"),
         ({"model_func": Mlp, "config": "config.json"}, "config is 'config.json', which cannot be read"),

@@ -228,52 +228,6 @@ def train_branches_plain(size: int, swap_at: int) -> dict[str, torch.Tensor]:
     return train_plainly_for_all(Branches, 6, losses)["state"]
 
 
-BUFFERS = ("mean", "largest", "count", "seen", "nothing", "norm.running_mean", "norm.running_var")
-CHANGES = 4
-
-
-class Statistics(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(16, 1)
-        self.norm = nn.BatchNorm1d(16, affine=False)
-        self.register_buffer("mean", torch.randn(16).bfloat16())
-        self.register_buffer("largest", torch.zeros(4, 4, dtype=torch.float16).t())
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("seen", torch.zeros(16, dtype=torch.bool))
-        self.register_buffer("nothing", torch.zeros(0, dtype=torch.bfloat16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.mean.mul_(0.7).add_(x.mean(0).to(self.mean.dtype))
-            self.largest.copy_(torch.maximum(self.largest, x.amax(0).view(4, 4).to(self.largest.dtype)))
-            self.count.add_(len(x))
-            self.seen.logical_or_(x.amax(0) > 1.5)
-            self.nothing.add_(1)
-            self.norm(x)
-        return self.layer(x).square().mean()
-
-
-def changing_batches() -> list[tuple[torch.Tensor, ...]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 16, generator=generator).chunk(2) for _ in range(CHANGES)]
-
-
-def change_buffers() -> dict[str, Any]:
-    rank, _ = rank_and_size()
-    engine, optimizer = initialize_engine(Statistics, 0, make_config("fp32"))
-    with engine:
-        for step in range(CHANGES):
-            engine.backward(engine(changing_batches()[step][rank]))
-            optimizer.step()
-            engine.eval()
-            with torch.no_grad():
-                engine(changing_batches()[step][rank])
-            engine.train()
-        return engine.state_dict()
-
-
 def overflow_on_one_rank() -> dict[str, Any]:
     rank, _ = rank_and_size()
     torch.manual_seed(0)

@@ -195,7 +195,7 @@ class _Folder:
                 return part
             parts.append(part)
         with _C.HostAllocations():
-            whole = torch.empty(shape, dtype=dtype)
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
             for box, part in zip(boxes, parts, strict=True):
                 whole[tuple(slice(begin, begin + n) for begin, n in zip(box.offsets, box.sizes, strict=True))] = part
         return whole

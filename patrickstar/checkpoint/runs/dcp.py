@@ -79,7 +79,7 @@ def write_dcp(run: Run, folder: Path) -> None:
     for name, index in run.group_of.items():
         options = _torch_options(run, index)
         optimizer |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
-        optimizer[f"state.{name}.step"] = torch.tensor(float(run.state.step_counts.get(name, 0)))
+        optimizer[f"state.{name}.step"] = torch.tensor(float(run.state.step_counts.get(name, 0)), device="cpu")
     state = {"step": run.state.num_steps, "ntokens_seen": 0}
     writer = _Writer(folder, run.state.further_names)
     held = {**values, "optimizer": optimizer, "train_state": state}
@@ -95,6 +95,6 @@ def _torch_options(run: Run, index: int) -> dict[str, Any]:
     """All options that a group of torch's has, also one with a schedule, with the run's values."""
     options = run.state.groups[index]["options"]
     kind = torch.optim.Adam if run.state.optimizer == "Adam" else torch.optim.AdamW
-    (group,) = kind([torch.zeros(1)]).param_groups
+    (group,) = kind([torch.zeros(1, device="cpu")]).param_groups
     defaults = {key: value for key, value in group.items() if key != "params"}
     return {**defaults, "initial_lr": options.get("lr", group["lr"]), **options}

@@ -54,7 +54,7 @@ def write_universal(run: Run, folder: Path, disk: Disk) -> None:
                 _save_tensor(disk, zero / shard.name / file, whole(shard).float())
         for shard in run.without_states:
             for kind in ADAM_KINDS:
-                _save_tensor(disk, zero / shard.name / f"{kind}.pt", torch.zeros(shard.shape))
+                _save_tensor(disk, zero / shard.name / f"{kind}.pt", torch.zeros(shard.shape, device="cpu"))
         for name, index in run.group_of.items():
             _save(disk, zero / name / "step.pt", steps[index])
         _save(disk, zero / "optimizer_state.pt", _optimizer_state(run, steps))
@@ -150,7 +150,7 @@ class _Spool:
         mapped = (
             torch.from_file(str(path), shared=True, size=numel, dtype=shard.dtype)
             if numel
-            else torch.empty(0, dtype=shard.dtype)
+            else torch.empty(0, dtype=shard.dtype, device="cpu")
         )
         mapped.copy_(shard.read().view(-1))
         self.tensors[shard.name] = mapped.view(shard.shape)
