@@ -90,7 +90,7 @@ def test_in_16_bits_values_of_8_bits_stay_as_they_are(make, expected):
             output = engine.module.layers(batch(0).bfloat16())
         else:
             output = engine(batch(0))
-            plain = copy.deepcopy(engine.module)
-            torch.testing.assert_close(output, plain(batch(0).bfloat16()))
+            plain = copy.deepcopy(engine.module)  # in float32
+            torch.testing.assert_close(output.float(), plain(batch(0)), rtol=0.02, atol=0.02)
         assert output.dtype == torch.bfloat16
         assert expected in {param.dtype for param in engine.module.parameters()}
