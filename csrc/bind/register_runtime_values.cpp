@@ -41,7 +41,8 @@ void bind_storage(OpenEngine& open, ChunkId chunk, uintptr_t storage) {
                    store.describe(id) +
                        ": its memory is not on the device now. PatrickStar brings parameters in when a module or a "
                        "torch function uses them; code that reads a tensor's memory in another way must run inside the "
-                       "module that owns it.");
+                       "module that owns it. Second derivatives (create_graph=True) need all parameters on the "
+                       "device: raise device_memory.");
 }
 
 std::vector<uintptr_t> addresses_of(const std::vector<const void*>& pointers) {
