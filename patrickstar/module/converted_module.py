@@ -236,7 +236,7 @@ class _Apply(_InstanceMethod):
     name = "_apply"
     _is_running = False
 
-    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any) -> nn.Module:
         module = self._module
         if self._is_running:  # the module holds its engine, which holds the module
             return module
@@ -244,7 +244,7 @@ class _Apply(_InstanceMethod):
         params, module._parameters = module._parameters, _OrdinaryParameters(module._parameters)
         self._is_running = True
         try:
-            return type(module)._apply(module, function, recurse)
+            return type(module)._apply(module, function, *args, **options)  # torchmetrics' has parameters of its own
         finally:
             self._is_running = False
             params.update(module._parameters)
