@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
-from patrickstar.ones.jobs import BatchRule, Cluster, JobState
+from patrickstar.ones.jobs import BatchRule, Cluster, JobState, StepTime
 from patrickstar.ones.policies.progress import ProgressModel
 from patrickstar.ones.policies.protocol import Allocation, Foresight, Grant, Sizes
 
@@ -260,11 +261,9 @@ def _padded(rows: np.ndarray, jobs: Sequence[JobState], grants: np.ndarray, orde
         back[:, order] = given
         filled.append(back)
     added = filled[0] + filled[1]
-    padded = rows.copy()
-    for row, more in zip(padded, added, strict=True):
-        total = more.sum()
-        if total:
-            row[np.flatnonzero(row < 0)[:total]] = np.repeat(np.arange(len(jobs)), more)
+    padded, free = rows.copy(), rows < 0
+    first = free & (np.cumsum(free, axis=1) <= added.sum(axis=1)[:, None])
+    padded[first] = np.repeat(np.tile(np.arange(len(jobs)), len(rows)), added.ravel())
     return padded
 
 
@@ -315,16 +314,19 @@ def _measured_speeds(jobs: Sequence[JobState], cluster: Cluster) -> np.ndarray:
     """Samples per second of each job on 0 to all GPUs: linear interpolation of measurements, with 0 at 0 GPUs, and
     extrapolation. A job without measurements gets 1 per GPU: it is new, and its value is not used for ranking.
     """
-    places = np.arange(cluster.num_gpus + 1)
-    speeds = np.empty((len(jobs), len(places)))
-    for row, state in enumerate(jobs):
-        measured = {step.num_gpus: step.batch_size / step.seconds for step in state.observed}
-        known = [0, *sorted(measured)]
-        values = [0.0, *(measured[n] for n in sorted(measured))]
-        if len(known) == 1:
-            known, values = [0, 1], [0.0, 1.0]
-        speeds[row] = np.interp(places, known, values)
-        slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
-        beyond = places > known[-1]
-        speeds[row, beyond] = np.maximum(values[-1] + slope * (places[beyond] - known[-1]), 1e-6)
+    return np.stack([_interpolated(state.observed, cluster.num_gpus) for state in jobs])
+
+
+@functools.lru_cache(maxsize=2**12)
+def _interpolated(observed: tuple[StepTime, ...], num_gpus: int) -> np.ndarray:
+    places = np.arange(num_gpus + 1)
+    measured = {step.num_gpus: step.batch_size / step.seconds for step in observed}
+    known = [0, *sorted(measured)]
+    values = [0.0, *(measured[n] for n in sorted(measured))]
+    if len(known) == 1:
+        known, values = [0, 1], [0.0, 1.0]
+    speeds = np.interp(places, known, values)
+    slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+    beyond = places > known[-1]
+    speeds[beyond] = np.maximum(values[-1] + slope * (places[beyond] - known[-1]), 1e-6)
     return speeds
