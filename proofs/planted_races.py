@@ -141,7 +141,7 @@ BUGS = (
     Edit(25, "compute does not wait for an offloaded activation", STORE,
          "memory().backend().wait(Queue::kCompute, offloaded.fetched);"),
     Edit(26, "an activation's memory is freed before it has left", STORE,
-         "memory().backend().synchronize(offloaded.put);"),
+         "memory().backend().synchronize(entry(ticket).put);", "entry(ticket);"),
     Edit(27, "an offloaded activation's host memory is freed early", "engine/speculation.cpp",
          "return backend_.is_over(entry.first);", "return true;"),
     Edit(28, "the pool hands a device buffer out as idle", "memory/device_buffer_pool.cpp",

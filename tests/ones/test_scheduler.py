@@ -278,8 +278,8 @@ def test_a_job_that_finds_no_gpus_to_start_on_waits(tmp_path):
 def test_a_new_scheduler_counts_gpus_of_ranks_that_join(is_refused, tmp_path):
     fleet = NotedFleet()
     made = scheduler(tmp_path, fleet)
-    for name in ("a", "b"):
-        made.submit(submission(name))
+    made.submit(submission("a"))
+    made.submit(submission("b", min_gpus=2, max_gpus=2))
     for _ in range(4):
         made.tick()
     fleet.is_slow, fleet.phases["b"] = True, JobPhase.ENDED
