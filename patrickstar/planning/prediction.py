@@ -127,7 +127,10 @@ class Predictor:
         timed = dataclasses.replace(timed, seconds=[seconds * slowdown for seconds in timed.seconds])
         offloaded_bytes = sent_bytes(self._uses.calls, saved)
         if offloaded_bytes > max(room, 0):
-            raise DoesNotFitError("the host has no room for products of checkpointed calls")
+            raise DoesNotFitError(
+                f"host_memory is {show_size(setting.host_bytes)}, and states leave {show_size(max(room, 0))} of it; "
+                f"products of checkpointed calls take {show_size(offloaded_bytes)} there; raise host_memory"
+            )
         offloaded_bytes += 0 if later is None else self._uses.leaving(later).away_bytes
         room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
