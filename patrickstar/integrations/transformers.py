@@ -184,7 +184,7 @@ class PatrickStarTrainerMixin:
         """Does nothing: the engine decides where parameters are."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, made anew if the present one belonged to an engine that is closed."""
+        """The Trainer's optimizer; a new one if the present one belonged to an engine that is closed."""
         if isinstance(self.optimizer, PatrickStarOptimizer) and not self.accelerator.has_engine:
             self.optimizer = self._given_optimizer
         return super().create_optimizer(*args, **kwargs)

@@ -71,10 +71,8 @@ def trial(device: torch.device) -> list[Tensor]:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     num_tokens, hidden, width = 300, 2 * TILE, TILE
-    with torch.device("cpu"):  # whatever the default is
-        chosen = torch.stack(
-            [torch.zeros(num_tokens, device="cpu"), 2 + (torch.arange(num_tokens, device="cpu") % 2)], 1
-        ).long()
+    numbers = torch.arange(num_tokens, device="cpu")
+    chosen = torch.stack([torch.zeros_like(numbers), 2 + numbers % 2], 1)
     chosen[:7, 0] = 4
     given = (normal(num_tokens, hidden), normal(num_tokens, 2), normal(5, 2 * width, hidden), normal(5, hidden, width))
     scales, dtypes = (1.0, 1.0, 0.1, 0.1), (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)

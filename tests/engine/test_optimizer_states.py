@@ -4,20 +4,10 @@ from collections import defaultdict
 
 import pytest
 import torch
-from torch import nn
 
-from patrickstar import torch_scope
 from patrickstar.runtime import initialize_engine
+from tests.module.test_gradient_reads import INPUTS, build
 from tests.training import ADAM, make_config
-
-INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-
-
-def build():
-    torch.manual_seed(0)
-    with torch_scope():
-        last = nn.Linear(64, 4)
-    return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), last)
 
 
 def set_one(optimizer, params):
