@@ -82,7 +82,7 @@ class OurAdam:
         self._partials = torch.zeros(-(-grad.numel() // _C.optim.SQUARES_BLOCK), dtype=torch.float64)
         self._num_threads = num_threads
         self._num_steps = 0
-        pieces = -(-grad.numel() // _C.optim.OPEN_PIECE)
+        pieces = -(-grad.numel() // _C.optim.SCALE_DEPENDENT_PIECE)
         self._open = torch.zeros(pieces, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
 
     def step(self) -> None:
@@ -108,13 +108,13 @@ class OurAdam:
         self._run_settled(_C.optim.adam_param_between, bounds[0], bounds[1])
 
     def open_pass(self) -> None:
-        self._run_settled(_C.optim.adam_param_open, CLIPPING / LOSS_SCALE)
+        self._run_settled(_C.optim.adam_param_scale_dependent, CLIPPING / LOSS_SCALE)
 
     @property
     def open_share(self) -> float:
         """Share of parameters that the last between_pass left open; a piece without room counts as open."""
         counts = self._open[:, :8].contiguous().view(torch.int64)
-        return torch.where(counts < 0, _C.optim.OPEN_PIECE, counts).sum().item() / self.master.numel()
+        return torch.where(counts < 0, _C.optim.SCALE_DEPENDENT_PIECE, counts).sum().item() / self.master.numel()
 
     def _run_settled(self, kernel: Callable, grad_scale: float, *most_grad_scale: float) -> None:
         more = (self._num_threads, *most_grad_scale, self._open.data_ptr())
@@ -150,14 +150,14 @@ class InPlaceAdam:
         self._isa, self._num_threads = _C.optim.isa(), num_threads
         whole = (master.contiguous(), self._param, self._lower, self._variance)
         _C.optim.split_master(self._isa, *(tensor.data_ptr() for tensor in whole), numel)
-        pieces = -(-numel // _C.optim.OPEN_PIECE)
+        pieces = -(-numel // _C.optim.SCALE_DEPENDENT_PIECE)
         self._open = torch.zeros(pieces, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
 
     def put_pass(self) -> None:
-        self._run(_C.optim.adam_put_values, 1.0, 1.0, _C.optim.OPEN_PIECE // 16)
+        self._run(_C.optim.adam_put_values, 1.0, 1.0, _C.optim.SCALE_DEPENDENT_PIECE // 16)
 
     def put_between_pass(self) -> None:
-        self._run(_C.optim.adam_put_values, 0.9, 1.1, _C.optim.OPEN_PIECE // 16)
+        self._run(_C.optim.adam_put_values, 0.9, 1.1, _C.optim.SCALE_DEPENDENT_PIECE // 16)
 
     def behind_pass(self) -> None:
         self._run(_C.optim.adam_put_states, 1.0, 1.0)

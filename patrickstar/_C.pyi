@@ -1235,13 +1235,13 @@ class Runtime(UseListener):
         """Traces the next step for :meth:`step_so_far`."""
 
     def step_so_far(self) -> tuple[list[dict[str, Any]], dict[str, Any], list[float]] | None:
-        """Timeline, times and stalls of the running step, before its ``prepare_step``. Host updates have no rate.
+        """Timeline, times and stalls of the running step, before its ``apply_step``. Host updates have no rate.
 
         None if :meth:`ask_for_step_so_far` was not called before the step. Waits for the device.
         """
 
     def expect_step(self, accesses: list[dict[str, Any]], times: dict[str, Any] | None = None) -> None:
-        """Places states and plans the next step for this timeline, before ``prepare_step``. After the first step states
+        """Places states and plans the next step for this timeline, before ``apply_step``. After the first step states
         only move to the device. ``times``: estimates.
         """
 
@@ -1311,14 +1311,14 @@ class Runtime(UseListener):
     def lend_device(self, keep_bytes: int) -> int: ...
     def take_device_back(self) -> None: ...
     def return_states(self) -> None: ...
-    def prepare_step(self, left_out: Sequence[int] = []) -> float:
+    def sum_of_squares(self, left_out: Sequence[int] = []) -> float:
         """Sum of squares of all gradients, parameters ``left_out`` excluded."""
 
     def measure_parts(self) -> None:
         """From the next step on, :meth:`squares_of_parts` has a value (engine/gradient_flow.h)."""
 
     def squares_of_parts(self, left_out: Sequence[int] = []) -> float:
-        """After :meth:`prepare_step`: sum over ranks of the squared norms of each rank's gradients in the first
+        """After :meth:`sum_of_squares`: sum over ranks of the squared norms of each rank's gradients in the first
         micro-batch; NaN if the step has none. All ranks must call it.
         """
 
@@ -1375,8 +1375,8 @@ class Runtime(UseListener):
     def num_accesses(self) -> int:
         """Accesses of the running step so far."""
 
-    def expected_scale(self) -> ExpectedScale:
-        """Gradient scale that the running step's speculative updates assume, from the last steps' clipping."""
+    def next_scale(self, clip_ratio: float, /) -> ExpectedScale:
+        """Gradient scale that the next step's speculative updates will assume. ``clip_ratio``: of the running step."""
 
     def placement_facts(self) -> tuple[DeviceBudget, int, list[Tier]]:
         """The device budget of states and chunk buffers; host bytes of this engine; resting tier of each chunk's

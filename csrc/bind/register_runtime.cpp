@@ -186,9 +186,9 @@ void register_course(RuntimeClass& runtime) {
       .def("keep_joint_backward", bound<Call::kDevice>(&keep_joint_backward))
       .def("abort_backward", bound<Call::kAbort>(&abort_backward))
       .def("meet_ranks", bound<Call::kDevice>(&meet_ranks))
-      .def("prepare_step", bound<Call::kPrepareStep>(&prepare_step), nb::arg("left_out") = std::vector<ParamId>())
+      .def("sum_of_squares", bound<Call::kSumGradients>(&sum_of_squares), nb::arg("left_out") = std::vector<ParamId>())
       .def("measure_parts", bound<Call::kInspect>(&OpenEngine::flow, &GradientFlow::measure_parts))
-      .def("squares_of_parts", bound<Call::kPrepareStep>(&squares_of_parts),
+      .def("squares_of_parts", bound<Call::kSumGradients>(&squares_of_parts),
            nb::arg("left_out") = std::vector<ParamId>())
       .def("apply_step", bound<Call::kApplyStep>(&apply_step))
       .def("skip_step", bound<Call::kSkipStep>(&skip_step))
@@ -282,7 +282,7 @@ void register_inspection(RuntimeClass& runtime) {
            asked([](OpenEngine& open, ChunkId chunk) { return open.memory.store().resting_tier(chunk); }),
            "Resting tier of the chunk's optimizer states.")
       .def_prop_ro("num_accesses", asked([](OpenEngine& open) { return open.recorder.position() + 1; }))
-      .def("expected_scale", bound<Call::kInspect>(&OpenEngine::updates, &Updates::expected_scale))
+      .def("next_scale", bound<Call::kInspect>(&OpenEngine::updates, &Updates::next_scale))
       .def("placement_facts",
            [](Runtime& self) {
              const PlacementFacts facts = without_gil<Call::kInspect>(self, &placement_facts);

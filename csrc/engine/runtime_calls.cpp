@@ -88,7 +88,7 @@ Rule rule_of(Call call) {
       return {{S::kBackward}, "a backward was to end", O::kAfterCompute, H::kAllEnd};
     case Call::kAbort:
       return {kAnyState, "a call was to be abandoned", O::kAny, H::kAbandoned};
-    case Call::kPrepareStep:
+    case Call::kSumGradients:
       return {kStepStates, "the norm of gradients was asked for", O::kAfterCompute, H::kAllEnd};
     case Call::kApplyStep:
       return {kStepStates, "a step"};

@@ -30,7 +30,7 @@ enum class Call : uint8_t {
   kAccumulate,
   kEndBackward,
   kAbort,  // an exception left a forward or a backward
-  kPrepareStep,
+  kSumGradients,
   kApplyStep,
   kSkipStep,
   kDropStep,

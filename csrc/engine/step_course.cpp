@@ -280,13 +280,24 @@ int64_t lend_device(OpenEngine& open, int64_t keep_bytes) {
 
 void take_device_back(OpenEngine& open) { open.backend().set_limit_policy(policy_between_calls(open)); }
 
-double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
+double sum_of_squares(OpenEngine& open, std::vector<ParamId> left_out) {
   std::sort(left_out.begin(), left_out.end());
   open.memory.tracer().begin_optimizer();
   const double sum = open.flow.sum_of_squares(left_out);
   open.recorder.note_activations(open.pager.activation_memory_of_running_access());
+  return sum;
+}
+
+double squares_of_parts(OpenEngine& open, std::vector<ParamId> left_out) {
+  std::sort(left_out.begin(), left_out.end());
+  return open.flow.squares_of_parts(left_out);
+}
+
+// Before a step's updates: in the first steps, and when states that left the device may return, states move into free
+// device memory.
+void place_before_updates(OpenEngine& open) {
   const bool is_time_to_return = open.residency.is_time_to_return();
-  if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return sum;
+  if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return;
   if (open.placing != StatesPlacing::kDone) {
     Timeline timeline = open.expected ? open.expected->timeline : open.recorder.running();
     open.collectives->agree_on(timeline, nullptr);
@@ -301,17 +312,14 @@ double prepare_step(OpenEngine& open, std::vector<ParamId> left_out) {
   } else if (is_time_to_return) {
     fill_headroom(open, open.recorder.running());
   }
-  return sum;
-}
-
-double squares_of_parts(OpenEngine& open, std::vector<ParamId> left_out) {
-  std::sort(left_out.begin(), left_out.end());
-  return open.flow.squares_of_parts(left_out);
 }
 
 void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {
   const bool is_new = !open.step.is(StepState::kUpdating) && !open.step.is(StepState::kEnding);
-  if (is_new) open.updates.check_step(groups, grad_scale);
+  if (is_new) {
+    open.updates.check_step(groups, grad_scale);
+    place_before_updates(open);
+  }
   if (!open.step.is(StepState::kEnding)) {
     try {
       open.updates.apply(groups, grad_scale, clip_ratio);
@@ -333,6 +341,7 @@ void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, doubl
 
 void skip_step(OpenEngine& open) {
   if (!open.step.is(StepState::kEnding)) {
+    place_before_updates(open);
     open.updates.cancel_all();
     ++open.memory.counters().num_skipped_steps;
     open.step.move(StepState::kEnding);

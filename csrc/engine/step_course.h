@@ -2,7 +2,7 @@
 //
 //   begin_forward  open_scope/touch/close_scope ...  end_forward
 //   begin_backward enter_backward/accumulate ...           end_backward
-//   prepare_step   apply_step or skip_step
+//   sum_of_squares  apply_step or skip_step
 //
 // Guarded by the engine's lock.
 #pragma once
@@ -47,8 +47,8 @@ int64_t lend_device(OpenEngine& open, int64_t keep_bytes);
 void take_device_back(OpenEngine& open);
 
 // Sum of squares of the gradients, except those of `left_out`, which other ranks own as well and count.
-double prepare_step(OpenEngine& open, std::vector<ParamId> left_out);
-// After prepare_step: GradientFlow::squares_of_parts.
+double sum_of_squares(OpenEngine& open, std::vector<ParamId> left_out);
+// After sum_of_squares: GradientFlow::squares_of_parts.
 double squares_of_parts(OpenEngine& open, std::vector<ParamId> left_out);
 // If these throw, they may be repeated with the same arguments, as the step's state says.
 void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio);
@@ -67,7 +67,7 @@ struct StepSoFar {
 };
 // The running step up to its optimizer's step, which begins now. Nothing if TraceReader::kChoice did not ask for it.
 std::optional<StepSoFar> step_so_far(OpenEngine& open);
-// Between backward and prepare_step: states are placed, and the next step planned, for `expected`. All ranks must call
+// Between backward and apply_step: states are placed, and the next step planned, for `expected`. All ranks must call
 // it; times must be the same on all.
 void expect_step(OpenEngine& open, ExpectedStep expected);
 // Trains frozen parameters from now on, in chunks that have states. All ranks must call it, between the same forwards.

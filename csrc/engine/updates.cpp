@@ -76,6 +76,12 @@ ExpectedScale Updates::expected_scale() const {
   return speculation_.expected_scales().is_exact() ? ExpectedScale::kExact : ExpectedScale::kBetween;
 }
 
+ExpectedScale Updates::next_scale(double clip_ratio) const {
+  ScaleForecast forecast = forecast_;
+  forecast.note(clip_ratio);
+  return !settles_values() || forecast.next(1.0).is_exact() ? ExpectedScale::kExact : ExpectedScale::kBetween;
+}
+
 Recipe Updates::earliest(ChunkId chunk, UpdateStart start) const {
   const ChunkSpec& spec = store_.chunk(chunk);
   const Tier off_device = disk_.is_resting_tier_of(chunk) ? Tier::kDisk : Tier::kHost;

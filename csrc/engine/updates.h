@@ -73,6 +73,8 @@ class Updates {
   }
   // Gradient scale that speculative updates of this step assume.
   ExpectedScale expected_scale() const;
+  // The same of the next step, if `clip_ratio` is this step's.
+  ExpectedScale next_scale(double clip_ratio) const;
   // The chunk's recipe from step to step: not before `start`, and as early as memory allows.
   Recipe earliest(ChunkId chunk, UpdateStart start) const;
 

@@ -157,7 +157,7 @@ std::optional<StepTrace> StepTracer::take() {
 
 std::optional<StepTrace> StepTracer::until_optimizer() {
   if (stage_ != TraceState::kTracing) return std::nullopt;
-  begin_optimizer();
+  if (optimizer_ == nullptr) begin_optimizer();
   StepTrace trace;
   trace.seconds = trace.optimizer_begin_seconds = seconds_at(optimizer_);
   trace.device_limit_bytes = backend_.limit_bytes();

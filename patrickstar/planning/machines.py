@@ -104,6 +104,8 @@ class Machine:
     """Time of phase one (parameters) of a two-phase update, relative to a whole host update. By bytes moved unless
     measured.
     """
+    between_pass: float = 32 / 28
+    """Time of phase one while clipping acts: values for two factors are computed, and scale-dependent ones again."""
     states_pass: float = 26 / 28
     """Time of phase two (states), likewise."""
     device_adam_gparams: float
@@ -152,6 +154,10 @@ class Machine:
             host_bytes=sum(count * cost.traffic_bytes for count, cost in host) / numel,
         )
 
+    def phase_one(self, scale: _C.ExpectedScale) -> float:
+        """Time of phase one of a two-phase update that expects ``scale``, relative to a whole update."""
+        return self.between_pass if scale == _C.ExpectedScale.BETWEEN else self.param_pass
+
     def rates(self, updates: UpdateRates | None = None) -> _C.Rates:
         """Returns these figures as the simulator's rates (csrc/plan/simulator.h), without collectives. ``updates``:
         rates of the optimizer; None: Adam on float32 states.
@@ -191,6 +197,7 @@ H200 = Machine(
     host_threads=15,
     # 0.142 and 0.168 ns per parameter, whole 0.192 (`benchmark adam` and h200-profile-llama-8b-40gib-acting.txt).
     param_pass=0.74,
+    between_pass=1.4,  # 8.03 B whose clipping acts (h200-first-steps.txt)
     states_pass=0.88,
     device_adam_gparams=123.0,
     # Four GPUs of one socket, both directions: 26.6 GB/s each way per GPU; a single GPU has 50.8.

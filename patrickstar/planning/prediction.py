@@ -16,7 +16,7 @@ from patrickstar.planning.leaving import LinkedDevice
 from patrickstar.planning.machines import Machine
 from patrickstar.planning.placed_states import earliest_updates, states_on_device
 from patrickstar.planning.predicted_step import Prediction
-from patrickstar.planning.saved_steps import most_sent, sent_bytes, step_with_saved
+from patrickstar.planning.saved_steps import most_sent, sent_bytes, slowdown_of_updates, step_with_saved
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.planning.simulation import accumulated, choose_plan, shared_host_plan
 from patrickstar.planning.step_plan import Plan, SavedCalls, planned_chunks
@@ -135,12 +135,16 @@ class Predictor:
         room -= offloaded_bytes + _C.leaving_gradient_bytes(layout, timed.accesses, on_device, budget)
         planned = planned_chunks(layout, on_device, on_disk)
         rates = self._update_rates(setting.optimizer, on_device)
+        on_host = sum(chunk.shard_numel for chunk in planned if chunk.trainable and not chunk.states_on_device)
+        slowdown = slowdown_of_updates(self._uses.calls, saved, on_host)
 
         def play(scale: _C.ExpectedScale) -> Plan:
             updates = earliest_updates(layout, resting_tiers, room, setting.update_start, scale)
 
             def choose(rates: _C.Rates) -> Plan:
                 start = setting.update_start
+                rates.param_pass = self._machine.phase_one(scale)
+                rates.host_adam_params_per_second /= slowdown
                 return choose_plan(layout, timed, on_device, on_disk, budget, updates, start, bound(rates))
 
             plan = shared_host_plan(choose, self._machine, self._cluster, planned, rates)

@@ -11,6 +11,7 @@ from patrickstar.activations.activation_rules import MOST_LEAVING, Saved
 from patrickstar.activations.call_measurement import MeasuredCall
 from patrickstar.planning.leaving import Copies
 from patrickstar.planning.timeline import TimedTimeline
+from patrickstar.planning.update_costs import ADAM
 
 _FRAGMENTS = 1.1
 """Device memory of saved activations relative to their bytes: PyTorch's allocator does not fill its segments. With 45
@@ -86,6 +87,15 @@ def sent_bytes(calls: Sequence[MeasuredCall], saved: Sequence[Saved]) -> int:
         for forward in _forwards(calls)
     )
     return max(by_forward, default=0)
+
+
+def slowdown_of_updates(calls: Sequence[MeasuredCall], saved: Sequence[Saved], numel: int) -> float:
+    """Time of updates of ``numel`` parameters on the host beside copies of products, relative to updates alone.
+
+    The host's memory limits both. A product enters and leaves it once, an update moves ``ADAM.traffic_bytes``.
+    """
+    copied_bytes = 2 * sum(call.product_bytes for call in calls if _saved_by(call, saved) is Saved.PRODUCTS_ON_HOST)
+    return 1 + copied_bytes / (ADAM.traffic_bytes * max(numel, 1))
 
 
 def most_sent(timed: TimedTimeline, download_gbps: float, room_bytes: int) -> int:

@@ -78,7 +78,7 @@ def _step_arguments(
         "num_ranks": plan.num_ranks,
         "chunk_ranks": [chunk.numel // chunk.shard_numel for chunk in plan.chunks],
         "disk_bytes": [chunk.disk_bytes for chunk in plan.chunks],
-        "dequantized_bytes": _dequantized_bytes(plan.chunks, rates),
+        "dequantized_bytes": _dequantized_bytes(lambda: plan.chunks, rates),
         **problem,
     }
 
@@ -127,6 +127,30 @@ def shared_host_plan(
     return dataclasses.replace(plan, prediction=dataclasses.replace(step, host_memory_seconds=busy))
 
 
+def choose_step(
+    layout: _C.Layout,
+    timed: TimedTimeline,
+    on_device: Sequence[bool],
+    budget: _C.DeviceBudget,
+    updates: Sequence[_C.Recipe],
+    start: _C.UpdateStart,
+    rates: _C.Rates,
+) -> dict[str, Any]:
+    """Returns the core's choice of plan, as an engine makes it from measured times (csrc/plan/plan_choice.h)."""
+    return _C.choose_step(
+        layout,
+        timed.accesses,
+        on_device,
+        budget,
+        rates,
+        compute_seconds=timed.seconds,
+        updates=updates,
+        start=start,
+        activations=[copies.as_core() for copies in timed.copies],
+        dequantized_bytes=_dequantized_bytes(lambda: planned_chunks(layout, on_device), rates),
+    )
+
+
 def choose_plan(
     layout: _C.Layout,
     timed: TimedTimeline,
@@ -137,25 +161,13 @@ def choose_plan(
     start: _C.UpdateStart,
     rates: _C.Rates,
 ) -> Plan:
-    """Returns the plan that an engine chooses after measuring these times (csrc/plan/plan_choice.h)."""
-    activations = [copies.as_core() for copies in timed.copies]
-    choice = _C.choose_step(
-        layout,
-        timed.accesses,
-        on_device,
-        budget,
-        rates,
-        compute_seconds=timed.seconds,
-        updates=updates,
-        start=start,
-        activations=activations,
-        dequantized_bytes=_dequantized_bytes(planned_chunks(layout, on_device), rates),
-    )
+    """Returns the plan of :func:`choose_step`."""
+    choice = choose_step(layout, timed, on_device, budget, updates, start, rates)
     times = {
         "rates": rates,
         "compute_seconds": timed.seconds,
         "updates": choice["updates"],
-        "activations": activations,
+        "activations": [copies.as_core() for copies in timed.copies],
     }
     return plan_of(
         layout,
@@ -193,6 +205,6 @@ def accumulated(plan: Plan, accumulation: int) -> Prediction:
     return Prediction(**values)
 
 
-def _dequantized_bytes(chunks: Sequence[PlannedChunk], rates: _C.Rates) -> list[int]:
+def _dequantized_bytes(chunks: Callable[[], Sequence[PlannedChunk]], rates: _C.Rates) -> list[int]:
     """By chunk; empty if the accesses' times include dequantisation, as an engine's measurements do."""
-    return [chunk.dequantized_bytes for chunk in chunks] if rates.device_memory_gbps > 0 else []
+    return [chunk.dequantized_bytes for chunk in chunks()] if rates.device_memory_gbps > 0 else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +24,16 @@ def capped_attention(
     scale: float,
 ) -> Pair:
     """:func:`attend_with_cap` as a kernel for GPUs."""
-    attend = _compiled(is_causal, 0 if mask is None else mask.dim(), torch.is_grad_enabled())
+    attend = _compiled(is_causal, 0 if mask is None else mask.dim(), torch.is_grad_enabled(), softcap, scale)
     return attend(q, k, v, mask, is_causal, softcap, scale)
 
 
 @functools.cache
-def _compiled(*variant: int) -> Callable[..., Pair]:
-    """PyTorch limits recompilations of a code object, so each variant has its own."""
-    code = attend_with_cap.__code__.replace(co_name=f"attend_with_cap_{'_'.join(map(str, map(int, variant)))}")
+def _compiled(*variant: float) -> Callable[..., Pair]:
+    """Each variant has a code object of its own: PyTorch limits a code object's recompilations, and turns a number that
+    differs between its calls into a tensor on the CPU, which a kernel for scores cannot read.
+    """
+    code = attend_with_cap.__code__.replace(co_name=re.sub(r"\W", "_", f"attend_with_cap_{variant}"))
     return torch.compile(types.FunctionType(code, attend_with_cap.__globals__))
 
 

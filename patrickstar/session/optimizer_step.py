@@ -28,8 +28,8 @@ def run_step(session: Session, param_groups: list[dict[str, Any]], options: list
             session.run_log.note_step_without_gradients()
             return
         session.parts.agreed_options.check(param_groups)
-        session.parts.recompute_choice.before_step()
         decision = _decide(session, param_groups, options)
+        session.parts.recompute_choice.before_step(decision.clip_ratio)
     try:
         _update(session, decision)
     except BaseException as error:

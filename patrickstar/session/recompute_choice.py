@@ -1,8 +1,8 @@
 """The choice of recomputation in a running engine.
 
 The first step, in which checkpointed calls save nothing, is measured. The choice is made before its update, when
-optimizer states get their place. Updates on the host were measured alone then, and clipping is not known to act. Once
-the engine has measured updates beside a step, calls may save less, so that more states rest on the device.
+optimizer states get their place. Updates on the host were measured alone then. Once the engine has measured updates
+beside a step, calls may save less, so that more states rest on the device.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from patrickstar.planning.ladder import Ladder, SavedLimit, saved_calls
 from patrickstar.planning.recomputation import (
     MeasuredStep,
     PlacedEngine,
+    PlacedStep,
     choose_rung,
     choose_saved,
     placed_step,
     predicted_seconds,
     recomputation_text,
 )
-from patrickstar.planning.saved_steps import most_sent, sent_bytes, step_with_saved
+from patrickstar.planning.saved_steps import most_sent, step_with_saved
 from patrickstar.planning.step_plan import Plan, SavedCalls
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.session.step_measurement import measured_step
@@ -83,8 +84,8 @@ class NoRecomputeChoice:
     def begin_forward(self, inputs: Any) -> None:
         """Called before each training forward. ``inputs``: of the module's call; None: unknown."""
 
-    def before_step(self) -> None:
-        """Called when the gradients of a step are complete."""
+    def before_step(self, clip_ratio: float) -> None:
+        """Called when the gradients of a step are complete. ``clip_ratio``: the largest norm over theirs."""
 
     def give_up(self) -> None:
         """Called after a forward ran out of memory."""
@@ -203,21 +204,21 @@ class RecomputeChoice(NoRecomputeChoice):
         if self._num_ranks == 1:
             self._calls.choose(())
 
-    def before_step(self) -> None:
+    def before_step(self, clip_ratio: float) -> None:
         """See :class:`NoRecomputeChoice`. Chooses in the first step, and in the step after the engine's first
         measurement. Collective over ``ranks``.
         """
         if self._stage is ChoiceStage.MEASURING:
-            self._choose()
+            self._choose(clip_ratio)
         elif self._stage is ChoiceStage.CHOSEN:
-            self._choose_again()
+            self._choose_again(clip_ratio)
 
-    def _choose(self) -> None:
+    def _choose(self, clip_ratio: float) -> None:
         self._stage = ChoiceStage.OVER
         self._calls.observe(None)
-        step = None
+        step, scale = None, self._runtime.next_scale(clip_ratio)
         if self._measurement.has_calls:
-            step = measured_step(self._runtime, self._layout, self._rule, self._measurement)
+            step = measured_step(self._runtime, self._layout, self._rule, self._measurement, scale)
         calls = [] if step is None else step.timed.calls
         num_calls = max((call.number + 1 for call in calls), default=0)
         keeps_products = self._calls.sees_operations and not self._measurement.products_differ
@@ -239,6 +240,7 @@ class RecomputeChoice(NoRecomputeChoice):
             resting_tiers=resting_tiers,
             has_device_states=self._has_device_states,
             start=_C.possible_start(self._start, budget.backwards, _can_roll_back(self._layout)),
+            scale=scale,
         )
         ladder = Ladder(num_calls, has_products=all(has for _, has, *_ in agreed))
         num_sent = min(most for _, _, most, _ in agreed) if ladder.has_products else 0
@@ -259,7 +261,7 @@ class RecomputeChoice(NoRecomputeChoice):
             return 0
         return most_sent(step.timed, step.rates.download_gbps, self._runtime.host_room_of_activations())
 
-    def _choose_again(self) -> None:
+    def _choose_again(self, clip_ratio: float) -> None:
         """Ranks get the same times in the same step."""
         chosen, times = self._chosen, self._runtime.step_times()
         assert chosen is not None and self._limit is not None
@@ -269,15 +271,14 @@ class RecomputeChoice(NoRecomputeChoice):
         self._stage, self._chosen = ChoiceStage.OVER, None
         if self._limit.rung != chosen.rung:  # a larger forward came, or memory ran out
             return
+        rates.host_adam_params_per_second *= _placed(chosen).host_slowdown
         step = dataclasses.replace(chosen.step, rates=rates)
-        engine = dataclasses.replace(chosen.engine, scale=self._runtime.expected_scale())
+        engine = dataclasses.replace(chosen.engine, scale=self._runtime.next_scale(clip_ratio))
         longest = functools.partial(self._longest, engine, step, chosen.ladder)
         choice = choose_rung(chosen.rung, longest)
         logger.debug("predicted seconds by rung beside measured updates: %s", choice.tried)
         seconds, present = choice.tried[choice.rung], choice.tried[chosen.rung]
-        # Products on the host take memory bandwidth from updates, which no prediction counts: they must still pay.
-        sends_for_nothing = chosen.ladder.sends_at(chosen.rung) and choice.rung < chosen.rung
-        if seconds > present * (1 - _WORTH_CHANGING) and not sends_for_nothing:
+        if seconds > present * (1 - _WORTH_CHANGING):
             return
         saved = chosen.ladder.saved(choice.rung)
         logger.info("%s, %.3g s as before", recomputation_text(saved, seconds, choice.tried[0]), present)
@@ -285,8 +286,8 @@ class RecomputeChoice(NoRecomputeChoice):
 
     def _apply(self, chosen: _Chosen) -> None:
         """Lets calls save what was chosen, and places states for the step that follows."""
-        engine, step, ladder, rung = chosen.engine, chosen.step, chosen.ladder, chosen.rung
-        saved = ladder.saved(rung)
+        step, ladder = chosen.step, chosen.ladder
+        saved = ladder.saved(chosen.rung)
         self._calls.choose(saved)
         self._calls.expect_products({call.number: call.num_products for call in step.timed.calls})
         timed = step_with_saved(step.timed, saved)
@@ -298,11 +299,11 @@ class RecomputeChoice(NoRecomputeChoice):
         self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
         times = None
         if self._num_ranks == 1:  # several ranks need the same times
-            with placed_step(engine, timed, sent_bytes(step.timed.calls, saved)) as placed:
-                updates = placed.updates
-            activations = [copies.as_core() for copies in timed.copies]
+            placed = _placed(chosen)
+            step.rates.host_adam_params_per_second /= placed.host_slowdown
             times = {
-                "rates": step.rates, "compute_seconds": timed.seconds, "updates": updates, "activations": activations,
+                "rates": step.rates, "compute_seconds": timed.seconds, "updates": placed.updates,
+                "activations": [copies.as_core() for copies in timed.copies],
             }  # fmt: skip
         self._runtime.expect_step(timed.accesses, times)
 
@@ -316,6 +317,11 @@ class RecomputeChoice(NoRecomputeChoice):
         if self._num_ranks == 1:
             return [message]
         return [received.decode() for received in self._ranks.control.exchange(message.encode(), what)]
+
+
+def _placed(chosen: _Chosen) -> PlacedStep:
+    with placed_step(chosen.engine, chosen.step, chosen.ladder.saved(chosen.rung)) as placed:
+        return placed
 
 
 def _measurement(runtime: _C.Runtime, device: torch.device, storages: Collection[int]) -> CallMeasurement:

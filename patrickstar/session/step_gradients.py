@@ -88,7 +88,7 @@ class StepGradients:
                 combine_over_ranks(self._ranks, self._managed.shared, divisor)
                 self._is_combined = True
             managed_squares = self._managed.sum_of_squares()
-            in_chunks = self._runtime.prepare_step(self._left_out) * self.chunk_factor**2
+            in_chunks = self._runtime.sum_of_squares(self._left_out) * self.chunk_factor**2
             self.parts = self._find_parts(in_chunks)
             squares = self._total(in_chunks + managed_squares)
             self._norm = math.sqrt(squares) / self.scale if math.isfinite(squares) else math.nan

@@ -19,11 +19,23 @@ _NUMEL = 64 * 2**20
 fast as those of a step (docs/log.md).
 """
 
+_BESIDE_A_STEP = 0.8
+"""Rate of updates during a step, relative to updates alone: transfers use the host's memory too. 8.03 B: 6.2 of 7.75e9
+parameters per second (benchmark/results/h200-first-steps.txt).
+"""
+
 
 def measured_step(
-    runtime: _C.Runtime, layout: _C.Layout, rule: OptimizerType, measurement: CallMeasurement
+    runtime: _C.Runtime,
+    layout: _C.Layout,
+    rule: OptimizerType,
+    measurement: CallMeasurement,
+    scale: _C.ExpectedScale,
 ) -> MeasuredStep | None:
-    """The step so far, without one-time costs, with rates of updates measured now; None: nothing was recorded."""
+    """The step so far, without one-time costs, with rates of updates measured now; None: nothing was recorded.
+
+    ``scale``: that updates of later steps assume.
+    """
     so_far = runtime.step_so_far()
     if so_far is None:
         return None
@@ -31,8 +43,8 @@ def measured_step(
     rates = times["rates"]
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     updates = _measured_host().update_rates(costs_of_chunks(chunks, rule))
-    rates.host_adam_params_per_second = updates.host_params_per_second
-    rates.param_pass, rates.states_pass = H200.param_pass, H200.states_pass
+    rates.host_adam_params_per_second = _BESIDE_A_STEP * updates.host_params_per_second
+    rates.param_pass, rates.states_pass = H200.phase_one(scale), H200.states_pass
     rates.device_adam_params_per_second = updates.device_params_per_second
     calls = measurement.finish(stalls)
     numels = [_numel_read(access, chunks) for access in accesses]

@@ -75,6 +75,24 @@ def test_with_room_nothing_is_recomputed_and_no_number_changes(choosing, caplog)
     assert_same(auto, always)
 
 
+def first_choice(is_clipped):
+    engine, optimizer = opened(device_memory="8MiB")
+    inputs = batch(torch.Generator().manual_seed(0))
+    with engine:
+        engine.backward(engine(**inputs)["loss"])
+        if is_clipped:
+            engine.clip_grad_norm_(1e9)
+        optimizer.step()
+        return saved_of(engine), engine.report()["num_device_state_chunks"]
+
+
+def test_clipping_before_the_step_does_not_change_the_choice(choosing):
+    """States are placed after the choice, and leave the room that saved activations need."""
+    saved, num_states = first_choice(is_clipped=True)
+    assert (saved, num_states) == first_choice(is_clipped=False)
+    assert saved.count(NOTHING) < LAYERS
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_layers_of_a_tower_that_backward_does_not_reach(choosing, is_frozen):
     """LLaVA 1.5 reads the vision tower's last layer but one, with all layers checkpointed."""

@@ -12,7 +12,7 @@ CALLS = {
     "begin_backward": (),
     "end_backward": (),
     "end_forward": (),
-    "prepare_step": (),
+    "sum_of_squares": (),
     "apply_step": ([], 1.0, 1.0),
     "skip_step": (),
     "drop_step": (),

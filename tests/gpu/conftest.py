@@ -3,6 +3,7 @@ import gc
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextlib.contextmanager
@@ -11,11 +12,9 @@ def deterministic_algorithms():
     gc.collect()
     torch.cuda.empty_cache()
     torch.use_deterministic_algorithms(True)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
 

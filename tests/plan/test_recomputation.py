@@ -177,7 +177,8 @@ def test_the_shortest_step_is_found_with_few_plans(best):
 
 
 @pytest.mark.parametrize(
-    ("num_sent", "gain", "expected"), [(0, 0.1, (0, 0)), (6, 0.1, (6, 1)), (6, 0.001, (0, 0)), (2, 0.02, (2, 1))]
+    ("num_sent", "gain", "expected"),
+    [(0, 0.1, (0, 0)), (6, 0.1, (6, 1)), (6, 0.001, (0, 0)), (2, 0.02, (0, 0)), (2, 0.04, (2, 1))],
 )
 def test_products_are_sent_where_that_pays(num_sent, gain, expected):
     """``gain``: seconds that each sender saves, where saved products on the device cost more than they save."""
@@ -191,6 +192,19 @@ def test_products_are_sent_where_that_pays(num_sent, gain, expected):
     assert choice.seconds == min(2.0, 2.0 - gain * expected[0])
     text = recomputation_text(choice.saved, choice.seconds, choice.tried[0])
     assert ("on the host" in text) == (expected[0] > 0)
+
+
+def test_copies_of_products_slow_updates_on_the_host(first):
+    engine, step = placed_engine(first)
+    engine.budget.limit_bytes = 0
+    numel = sum(engine.layout.chunk(index)["numel"] for index in range(engine.layout.num_chunks))
+    saved = (ON_HOST, *(NOTHING,) * (LAYERS - 2), PRODUCTS)
+    with placed_step(engine, step, saved) as placed:
+        assert not any(placed.on_device)
+        copied_bytes = 2 * step.timed.calls[0].product_bytes  # to and from memory; an update moves 28 bytes a parameter
+        assert placed.host_slowdown == pytest.approx(1 + copied_bytes / (28 * numel))
+    with placed_step(engine, step, (PRODUCTS,) * LAYERS) as placed:
+        assert placed.host_slowdown == 1
 
 
 def test_as_many_calls_send_as_the_link_carries(first):
@@ -294,7 +308,7 @@ def placed_engine(first, host_params_per_second=1e7, recompute_seconds=5e-4, pro
     timed = dataclasses.replace(step.timed, seconds=[1e-4] * len(step.timed.seconds), calls=calls)
     engine = PlacedEngine(
         layout=layout, budget=budget, host_bytes=host_bytes, resting_tiers=[_C.Tier.HOST] * len(tiers),
-        has_device_states=True, start=_C.UpdateStart.SPECULATIVE,
+        has_device_states=True, start=_C.UpdateStart.SPECULATIVE, scale=_C.ExpectedScale.EXACT,
     )  # fmt: skip
     return engine, MeasuredStep(timed=timed, rates=rates)
 
@@ -331,7 +345,7 @@ def test_if_all_fits_but_one_chunk_activations_give_way(first, times):
 
     def num_states_on_device(limit_bytes, rung):
         engine.budget.limit_bytes = limit_bytes
-        with placed_step(engine, step_with_saved(step.timed, ladder.saved(rung))) as placed:
+        with placed_step(engine, step, ladder.saved(rung)) as placed:
             return sum(placed.on_device)
 
     scarce, ample = 0, 2**26

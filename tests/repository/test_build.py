@@ -120,11 +120,11 @@ def test_pip_install_builds_against_the_pytorch_of_the_environment(source, tmp_p
     assert info["torch"] == torch.__version__
     part = f"cu{info['cuda'].split('.')[0]}" if info["cuda"] else "cpu"
     assert version == f"{patrickstar.__version__}+{part}"
-    # One line for each unit and no whole commands.
+    # One line for each unit, nanobind, the module and its shim for PyTorch, and no whole commands.
     lines = [line.strip() for line in (installed.stdout + installed.stderr).splitlines()]
     sources = [name for name in recipe.sources(source, with_cuda=info["cuda"] is not None) if name.endswith(".cpp")]
     built = [line.split("] ")[1] for line in lines if line.startswith("[")]
-    assert len(built) == len(ninja.units(sources, source)) + 2 and not any(" -MMD " in line for line in lines)
+    assert len(built) == len(ninja.units(sources, source)) + 3 and not any(" -MMD " in line for line in lines)
     assert compiling.shim_name(torch.__version__, info["cuda"]) in built
     assert (Path(file).parent / "torch_shim" / "csrc" / "torch_shim" / "shim.cpp").exists()
     assert {"_C.pyi", "py.typed"} <= {path.name for path in Path(file).parent.iterdir()}
