@@ -88,6 +88,15 @@ def until(client, condition, seconds=600):  # a loaded machine takes several tim
     return found
 
 
+def check_parameters_in_state(name, model):
+    def told(service):
+        with service._lock:
+            return service._scheduler._state(time.time(), service._scheduler._ledger.entries[name], "").job
+
+    job = ray.get(ray.get_actor(SCHEDULER, NAMESPACE).__ray_call__.remote(told), timeout=60)
+    assert job.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -126,6 +135,7 @@ def test_jobs_share_gpus_and_survive_a_worker_and_the_scheduler(cluster, tmp_pat
     submit(client, tmp_path / "long", 60, gpus=(1, 2))  # each rank is a process that imports PyTorch
     submit(client, tmp_path / "failing", 30, gpus=(1, 2), environment=(("FAIL_ONCE", "1"),))
     until(client, lambda found: found["long"].num_steps > 0)
+    check_parameters_in_state("long", elastic_script.Regression().build())
 
     killed = pid_of(SCHEDULER)
     os.kill(killed, signal.SIGKILL)
@@ -186,15 +196,18 @@ def test_rays_metrics_endpoint_has_the_schedulers_figures(cluster):
 @pytest.mark.slow
 def test_a_trainer_gets_the_gpus_of_a_job_that_has_ended(cluster, tmp_path):
     client, _ = cluster
-    alone = values_alone(tmp_path, 80, TRAINER_SCRIPT)
+    alone = values_alone(tmp_path, 160, TRAINER_SCRIPT)
     submit(client, tmp_path / "before", 60, gpus=(3, 3))
-    submit(client, tmp_path / "trainer", 80, 0.3, script=TRAINER_SCRIPT, epoch_samples=96)
+    until(client, lambda found: found["before"].num_gpus == 3)  # else the trainer may get all four first
+    submit(client, tmp_path / "trainer", 160, 1.0, script=TRAINER_SCRIPT, epoch_samples=96)
+    until(client, lambda found: found["trainer"].num_resizes > 0)
+    (tmp_path / "trainer" / "hurry").touch()
     found = until(client, lambda found: found["trainer"].state in ("finished", "failed"))
     assert (found["trainer"].state, found["trainer"].num_failures) == ("finished", 0)
-    assert found["trainer"].num_resizes > 0
+    check_parameters_in_state("trainer", trainer_script.gpt2())
     check(tmp_path / "trainer", alone)
     seen = samples_by_step(tmp_path / "trainer")
-    assert sorted(seen) == list(range(80))
+    assert sorted(seen) == list(range(160))
     assert all(len(samples) == len(set(samples)) == elastic_script.GLOBAL_BATCH for samples in seen.values())
 
 
@@ -263,6 +276,7 @@ def test_jobs_with_a_sequence_and_with_a_mesh_change_their_ranks_by_a_restart(cl
     seen_alone = steps_of(tmp_path / f"alone-{num_steps}")
     for name, groups in (("sequence", [2, 1]), ("mesh", [1, 2])):
         assert (found[name].state, found[name].num_failures) == ("finished", 0)
+        check_parameters_in_state(name, shared_script.LanguageModel().build())
         check(tmp_path / name, alone)
         seen = steps_of(tmp_path / name)
         assert sorted(seen) == list(range(num_steps))

@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 
 from patrickstar.ones import Cluster, make_trace, on_types, simulate
 from patrickstar.ones.mixes import TYPED_POOLS
-from patrickstar.ones.policies.gavel import Gavel
+from patrickstar.ones.policies.gavel import Gavel, Objective
 from patrickstar.ones.policies.protocol import Foresight
 from patrickstar.ones.policies.simplex import best_shares
 from patrickstar.ones.pools import Candidate
@@ -69,6 +69,30 @@ def test_the_least_gain_is_as_large_as_it_can_be():
     np.testing.assert_allclose(gains, [2.5, 2.5], rtol=1e-5)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16), num_jobs=st.integers(1, 12), objective=st.sampled_from(Objective))
+def test_shares_have_the_objective_that_scipy_finds(seed, num_jobs, objective):
+    rng, kinds = np.random.default_rng(seed), list(TYPED_POOLS)
+    z, speeds = rng.choice([1, 2, 4, 8, 16], num_jobs), rng.uniform(0.2, 5.0, (num_jobs, len(kinds)))
+    num_gpus = np.array([pool.num_gpus for pool in TYPED_POOLS.values()])
+    found = Gavel(objective=objective)._shares(
+        [dict.fromkeys(kinds, int(size)) for size in z],
+        [dict(zip(kinds, row.tolist(), strict=True)) for row in speeds],
+        TYPED_POOLS,
+    )
+    shares = np.array([[row[kind] for kind in kinds] for row in found])
+    weights = z[:, None] * speeds / (speeds @ num_gpus / num_gpus.sum())[:, None]
+    gains = np.kron(np.eye(num_jobs), np.ones(len(kinds))) * weights.ravel()
+    limits = np.vstack([np.kron(np.eye(num_jobs), np.ones(len(kinds))), np.kron(z, np.eye(len(kinds)))])
+    rows = np.block([[-gains, np.ones((num_jobs, 1))], [limits, np.zeros((len(limits), 1))]])
+    worth = np.append(weights.ravel(), 0.0) if objective is Objective.TOTAL else np.append(0 * weights.ravel(), 1.0)
+    bounds = np.concatenate([np.zeros(num_jobs), np.ones(num_jobs), num_gpus])
+    best = -linprog(-worth, A_ub=rows, b_ub=bounds, bounds=(0, None)).fun
+    assert (limits @ shares.ravel() <= bounds[num_jobs:] + 1e-5).all()
+    had = gains @ shares.ravel()
+    np.testing.assert_allclose(had.sum() if objective is Objective.TOTAL else had.min(), best, rtol=5e-3)
+
+
 def test_rounds_give_jobs_their_shares_of_time():
     """Two equal jobs take turns on the fast GPU, and move only when a round begins."""
     cell, policy = Cell({"a": {"fast": 4.0, "slow": 1.0}, "b": {"fast": 4.0, "slow": 1.0}}), Gavel(10.0)
@@ -79,10 +103,11 @@ def test_rounds_give_jobs_their_shares_of_time():
     assert {tuple(unlike.decide(policy, 10.0 * step).values()) for step in range(20)} == {("fast", "slow")}
 
 
+@pytest.mark.parametrize("objective", Objective)
 @pytest.mark.parametrize("pools", [{"": Cluster(16)}, TYPED_POOLS], ids=["equal", "types"])
-def test_all_jobs_end(pools):
+def test_all_jobs_end(pools, objective):
     trace = make_trace("artifact", seed=3, num_jobs=12, mean_gap_s=5.0)
-    result = simulate(on_types(trace, list(pools)) if len(pools) > 1 else trace, Gavel(), pools)
+    result = simulate(on_types(trace, list(pools)) if len(pools) > 1 else trace, Gavel(objective=objective), pools)
     requested = {item.job.name: item.job.requested_gpus for item in trace}
     assert len(result.jobs) == 12 and len({part.gpu_type for part in result.segments}) == len(pools)
     assert all(len(part.gpus) == requested[part.job] for part in result.segments)

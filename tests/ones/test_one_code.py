@@ -255,7 +255,7 @@ def test_a_decision_is_that_of_the_simulator_while_resizes_take_long(make, batch
     """With the default cool-down and aging. GPUs change hands when a resize ends, in the simulator when it begins; so
     decisions on the same jobs are compared, not schedules.
     """
-    fleet = SlowFleet(trace(7, 25, batches, resize_s, gap_s=5.0), {"": CLUSTER})
+    fleet = SlowFleet(trace(12, 25, batches, resize_s, gap_s=5.0), {"": CLUSTER})
     policy = Compared(make, fleet)
     deploy(fleet, batches, policy, tmp_path / "ledger", monkeypatch)
     assert policy.num_decisions > 90 and sum(job.num_resizes for job in fleet.jobs.values()) > 4

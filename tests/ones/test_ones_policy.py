@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar.ones import Cluster, make_trace, simulate
-from patrickstar.ones.policies.knapsack import best_sizes
+from patrickstar.ones.policies.knapsack import best_sizes, with_equal_shares
 from patrickstar.ones.policies.lengths import LengthModel
 from patrickstar.ones.policies.ones import Ones
+from tests.ones.jobs import linear_job
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -31,6 +32,27 @@ def test_sizes_are_the_best_of_all(seed, num_gpus):
     found = best_sizes(values, num_gpus)
     assert found.sum() <= num_gpus
     np.testing.assert_allclose(values[rows, found].sum(), max(every))
+
+
+def test_equal_values_get_equal_shares_where_that_costs_little():
+    kinked = np.array([0.0, 1.0, 1.43, 1.87, 2.2, 2.4])  # 3 + 1 GPUs are worth 2.87, 2 + 2 are worth 2.86
+    other = np.array([0.0, 2.0, 2.1, 2.15, 2.2, 2.2])
+    values = np.stack([kinked, other, kinked])
+    sizes = best_sizes(values, 5)
+    assert sorted(sizes[[0, 2]]) == [1, 3]
+    assert with_equal_shares(sizes, values).tolist() == [2, 1, 2]
+    assert with_equal_shares(np.array([4, 1, 1]), values).tolist() == [3, 1, 2]
+    kinked[2] = 1.0  # 3 + 1 GPUs are worth much more
+    assert with_equal_shares(sizes, np.stack([kinked, other, kinked])).tolist() == sizes.tolist()
+    kinked[2] = -np.inf
+    assert with_equal_shares(sizes, np.stack([kinked, other, kinked])).tolist() == sizes.tolist()
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(4, [2, 2]), (7, [4, 3]), (8, [4, 4])])
+def test_two_equal_jobs_that_start_together_get_equal_shares(num_gpus, expected):
+    trace = [linear_job(name, 0.0, 1, 500.0, max_gpus=4) for name in ("a", "b")]
+    result = simulate(trace, Ones(), Cluster(num_gpus))
+    assert [len(part.gpus) for part in result.segments if part.start_s == 0] == expected
 
 
 AGES_S = np.geomspace(3, 3e4, 9)

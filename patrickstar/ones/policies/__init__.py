@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from patrickstar.ones.policies.fifo import Fifo
-from patrickstar.ones.policies.gavel import Gavel
+from patrickstar.ones.policies.gavel import Gavel, Objective
 from patrickstar.ones.policies.ones import Ones
 from patrickstar.ones.policies.ones_published import OnesPublished
 from patrickstar.ones.policies.optimus import OptimusGreedy
@@ -33,13 +33,14 @@ POLICIES: dict[str, Callable[[int, History], Policy]] = {
     "sia-like": lambda seed, history: SiaLike(),
     "sia-like-profiled": lambda seed, history: SiaLike(profiling=Profiling.EACH_TYPE),
     "gavel": lambda seed, history: Gavel(),
+    "gavel-total": lambda seed, history: Gavel(objective=Objective.TOTAL),
     "ones-published": lambda seed, history: OnesPublished(ProgressModel(seed, history), seed),
     "ones": lambda seed, history: Ones(history),
     "ones-true-lengths": lambda seed, history: Ones(history, Foresight.EXACT),
 }
 """By name. ``ones-published`` is ONES as its authors describe it, ``ones`` our variant, and ``ones-true-lengths`` ours
-with the truth in place of its estimate of remaining work. ``sia-like-profiled`` and ``gavel`` know a job's relative
-speeds on types of GPUs from its arrival.
+with the truth in place of its estimate of remaining work. ``sia-like-profiled`` and both of ``gavel`` know a job's
+relative speeds on types of GPUs from its arrival.
 """
 
 

@@ -1,7 +1,8 @@
-"""Gavel (OSDI 2020): max-min fairness over types of GPUs, and rounds in which jobs receive their shares of time."""
+"""Gavel (OSDI 2020): shares of time on types of GPUs by a linear program, and rounds in which jobs receive them."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
 
@@ -17,24 +18,34 @@ _LEAST_SHARE = 1e-6
 _REST = 1e-3  # weight of the sum of all speeds beside the least one, so that no GPU is idle for the sake of fairness
 
 
-class Gavel(Memoryless):
-    """Least attained service with the speeds of types (section 4.1), and its mechanism of rounds (section 5).
+class Objective(enum.Enum):
+    """The function of the jobs' gains that shares of time maximise."""
 
-    ``X[m, j]`` is the share of time of job ``m`` on GPUs of type ``j``. It maximises the least ``z_m sum_j T[m, j] X[m,
-    j] / E_m``: ``z`` is the request in GPUs, ``T`` the job's speed there, and ``E`` its speed with equal shares of all
-    GPUs. Each round serves jobs by descending ``X[m, j]`` over the share that they have had on that type since they
-    arrived. Jobs are rigid, keep their configured batch, and have one type in a round.
+    LEAST = "least"
+    """The least gain: max-min fairness."""
+    TOTAL = "total"
+    """The sum of gains: total throughput. A job may have no share until others end."""
+
+
+class Gavel(Memoryless):
+    """Least attained service and total throughput with the speeds of types, by its mechanism of rounds (section 5).
+
+    ``X[m, j]`` is the share of time of job ``m`` on GPUs of type ``j``. A job's gain is ``z_m sum_j T[m, j] X[m, j] /
+    E_m``: ``z`` is the request in GPUs, ``T`` the job's speed there, and ``E`` its speed with equal shares of all GPUs.
+    Each round serves jobs by descending ``X[m, j]`` over the share that they have had on that type since they arrived.
+    Jobs are rigid, keep their configured batch, and have one type in a round.
 
     Differences from Gavel: rounds of 120 s in place of 360, since half of the jobs of some mixes end within 150 s; free
-    GPUs are granted at once when a job arrives or ends; jobs do not share a GPU. Relative speeds are known from a job's
-    arrival.
+    GPUs are granted at once when a job arrives or ends; jobs do not share a GPU; total throughput is a sum of gains,
+    since steps of different models do not compare. Relative speeds are known from a job's arrival.
     """
 
     sizes = Sizes.REQUESTED
     profiling = Profiling.EACH_TYPE
 
-    def __init__(self, interval_s: float = 120.0):
+    def __init__(self, interval_s: float = 120.0, objective: Objective = Objective.LEAST):
         self.interval_s = interval_s
+        self._objective = objective
         self._next_round_s = 0.0
         self._seen_s = 0.0
         self._had_s: dict[tuple[str, str], float] = {}
@@ -125,7 +136,8 @@ class Gavel(Memoryless):
             ]
         )
         limits = [0.0] * len(sizes) + [1.0] * len(sizes) + [float(pool.num_gpus) for pool in pools.values()]
-        solved = best_shares(np.append(_REST * gains / count, 1.0), rows, np.array(limits))
+        worth = np.append(gains, 0.0) if self._objective is Objective.TOTAL else np.append(_REST * gains / count, 1.0)
+        solved = best_shares(worth, rows, np.array(limits))
         found: list[dict[str, float]] = [{} for _ in sizes]
         for (row, kind), share in zip(columns, solved, strict=False):
             found[row][kind] = float(share)

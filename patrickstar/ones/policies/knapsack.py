@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 _MOST_STATES = 10**7
+_WORTH_EQUAL_SHARES = 0.95  # value of equal shares, over that of the best ones
 
 
 def best_sizes(values: np.ndarray, num_gpus: int) -> np.ndarray:
@@ -47,6 +49,26 @@ def best_sizes(values: np.ndarray, num_gpus: int) -> np.ndarray:
         sizes[job] = chosen[job, left]
         left -= sizes[job]
     return sizes
+
+
+def with_equal_shares(sizes: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """These sizes, or equal shares of the same GPUs for jobs with equal values, where that is worth nearly as much.
+
+    Their sizes then differ by at most one; of equal jobs the first ones have the larger share.
+
+    Args:
+        sizes: of each job; int64 ``[jobs]``.
+        values: as in :func:`best_sizes`.
+    """
+    shared, alike = sizes.copy(), collections.defaultdict(list)
+    for job, row in enumerate(values):
+        alike[row.tobytes()].append(job)
+    for jobs in alike.values():
+        share, rest = divmod(int(sizes[jobs].sum()), len(jobs))
+        equal = share + (np.arange(len(jobs)) < rest)
+        if values[jobs, equal].sum() >= _WORTH_EQUAL_SHARES * values[jobs, sizes[jobs]].sum():
+            shared[jobs] = equal
+    return shared
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,7 +9,7 @@ import numpy as np
 
 from patrickstar.ones.jobs import BatchRule, Cluster, Job, JobState, goodputs
 from patrickstar.ones.policies.experience import Experience
-from patrickstar.ones.policies.knapsack import best_sizes
+from patrickstar.ones.policies.knapsack import best_sizes, with_equal_shares
 from patrickstar.ones.policies.past import History
 from patrickstar.ones.policies.placement import place
 from patrickstar.ones.policies.protocol import Allocation, Foresight, Sizes
@@ -99,7 +99,7 @@ class Ones:
             if state.gpus and state.run_since_resize_s < self._cooldown(state.job):
                 _keep_only(values, row, [current[row]])
         self._serve_overdue(jobs, values, current, cluster)
-        found = best_sizes(values, cluster.num_gpus)
+        found = with_equal_shares(best_sizes(values, cluster.num_gpus), values)
         sizes = {state.job.name: int(n) for state, n in zip(jobs, found, strict=True) if n}
         return place(sizes, jobs, cluster, _RULE, self._experience.completed)
 
