@@ -4,6 +4,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import patrickstar as deepspeed
@@ -102,6 +103,18 @@ def test_classes_and_functions_that_make_an_optimizer(make, expected):
         assert not isinstance(optimizer, (FusedAdam, DeepSpeedCPUAdam))  # no error
         engine.backward(engine(*BATCHES[0]))
         engine.step()
+
+
+def test_a_schedule_sets_the_first_rate_of_a_given_optimizer():
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    for given, options in ((None, {"scheduler": warmup}), (lambda o: LambdaLR(o, lambda step: step / 4), {})):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=given, config={"train_batch_size": 4, **options}
+        )
+        with engine:
+            assert engine.get_lr() == [optimizer.param_groups[0]["lr"]] == [0.0]
 
 
 def test_where_a_script_puts_adams_options(caplog):

@@ -96,6 +96,17 @@ def by_exchange(module):
             param.data.copy_(theirs)
 
 
+def by_references(module):
+    params, other = list(module.parameters()), averages(module)
+    kept = [param.data for param in params]
+    for param, value in zip(params, other, strict=True):
+        param.data = value
+    for param, value, average in zip(params, kept, other, strict=True):
+        assert torch.equal(param, average)
+        assert not torch.equal(value, average)
+        param.data = value
+
+
 def unchanged(module):
     for param in module.parameters():
         param.data = param.data.clamp(-10.0, 10.0)
@@ -111,6 +122,7 @@ WAYS = [
     by_perturbation,
     by_gathering,
     by_exchange,
+    by_references,
     unchanged,
 ]
 
