@@ -264,8 +264,8 @@ class _Script(_InstanceMethod):
 
 def _refuse_script() -> None:
     raise _C.StateError(
-        "torch.jit.script cannot compile the hooks of a module that is in an open engine, or was copied from one. Script "
-        "the module after engine.close(), or a new one with load_state_dict(engine.state_dict())"
+        "torch.jit.script cannot compile the hooks of a module in an open engine, or of a copy made there. Script the "
+        "module after engine.close(), or a new one with load_state_dict(engine.state_dict())"
     )
 
 

@@ -138,14 +138,13 @@ def _prepare_other_memory(target: Any, values: Any) -> None:
     Raises:
         RuntimeError: ``values`` is memory of another parameter.
     """
-    handle = target._patrickstar if _is_chunked(target) else None
-    source = values._patrickstar if _is_chunked(values) else None
-    if source is not None and source is not handle:
-        raise RuntimeError(
-            f"data = ... would give a tensor the memory of {source.name}, which is in a chunk and cannot be shared. Copy "
-            "the values (data.copy_(...), or data = ....clone()); to tie two weights assign the parameter itself"
-        )
-    if handle is None or source is not None:
+    handle: ParamHandle = target._patrickstar
+    if _is_chunked(values):
+        if values._patrickstar is not handle:
+            raise RuntimeError(
+                f"{handle.name}.data would be the memory of {values._patrickstar.name}, whose chunk cannot be "
+                "shared. Copy the values (p.data.copy_(q)); to tie two weights assign the parameter (p = q)"
+            )
         return
     views = list(handle.views.values())
     if views:
