@@ -117,6 +117,16 @@ def test_a_schedule_sets_the_first_rate_of_a_given_optimizer():
             assert engine.get_lr() == [optimizer.param_groups[0]["lr"]] == [0.0]
 
 
+def test_gradients_from_before_the_engine_are_named(caplog):
+    model = net()
+    model(*BATCHES[0]).backward()
+    with caplog.at_level(logging.WARNING, logger="patrickstar"):
+        engine, *_ = deepspeed.initialize(model=model, config=config())
+    with engine:
+        assert "earlier backward are dropped (6 parameters, the first is layers.0.weight)" in caplog.text
+        assert all(param.grad is None for param in model.parameters())
+
+
 def test_where_a_script_puts_adams_options(caplog):
     beside = {"type": "Adam", "params": {"lr": 0.01}, "torch_adam": 1, "adam_w_mode": False}
     with caplog.at_level(logging.INFO, logger="patrickstar"):
