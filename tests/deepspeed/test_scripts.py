@@ -216,6 +216,27 @@ def test_backwards_that_are_coalesced():
     assert norms[0] == norms[1]
 
 
+def test_one_rank_goes_on_after_an_exception():
+    deepspeed.init_distributed()
+    try:
+        value = torch.tensor(3.0)
+        deepspeed.comm.all_reduce(value, op=deepspeed.comm.ReduceOp.SUM)
+        assert value == 3.0
+        with pytest.raises(AttributeError, match="has 'log_summary'"):
+            deepspeed.comm.log_summary()
+        engine, *_ = deepspeed.initialize(model=net(), config=config())
+        with engine:
+            with pytest.raises(ValueError, match="batch_size"):
+                engine(BATCHES[0][0], BATCHES[0][1][:2])
+            for batch in BATCHES[:2]:
+                engine.backward(engine(*batch))
+                engine.step()
+            assert engine.was_step_applied()
+        assert deepspeed.comm.get_world_size() == 1
+    finally:
+        deepspeed.comm.destroy_process_group()
+
+
 def test_leaf_modules():
     model = net()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
