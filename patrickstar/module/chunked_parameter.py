@@ -109,7 +109,7 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
         for handle in handles:
             if handle.storage == storage:
                 become_view(result, handle)
-                if not (result.requires_grad or torch.compiler.is_compiling()):
+                if result.grad_fn is None and not torch.compiler.is_compiling():
                     handle.views[id(result)] = result
         return result
     if isinstance(result, (list, tuple)) and any(type(item) is torch.Tensor for item in result):

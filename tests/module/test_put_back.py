@@ -98,9 +98,10 @@ def by_exchange(module):
 
 def by_references(module):
     params, other = list(module.parameters()), averages(module)
-    kept = [param.data for param in params]
+    kept, row = [param.data for param in params], params[0][0]
     for param, value in zip(params, other, strict=True):
         param.data = value
+    assert torch.equal(row, kept[0][0])
     for param, value, average in zip(params, kept, other, strict=True):
         assert torch.equal(param, average)
         assert not torch.equal(value, average)
