@@ -1,4 +1,6 @@
-"""``deepspeed.comm``: torch.distributed, initialised as DeepSpeed scripts expect."""
+"""``deepspeed.comm``: torch.distributed, initialised as DeepSpeed scripts expect. Functions that are not here, such as
+``all_reduce``, are torch.distributed's.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +62,9 @@ def barrier() -> None:
     """Waits for all processes."""
     if is_initialized():
         dist.barrier()
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not hasattr(dist, name):
+        raise AttributeError(f"neither patrickstar.comm nor torch.distributed has {name!r}")
+    return getattr(dist, name)

@@ -107,6 +107,8 @@ def initialize(
     session, made_groups = start_session(build, max(local_rank or 0, 0), parsed, groups)
     with opening(session):
         own = make_optimizer(session, made_groups, parsed)
+        if theirs is not None:
+            move_state(theirs, own)  # before the schedule, which sets the first step's rates
         schedule = choose_scheduler(parsed, lr_scheduler, own)
         loader = None
         if training_data is not None:
@@ -119,8 +121,6 @@ def initialize(
                 collate_fn=collate_fn,
             )
         engine = TrainingEngine(session, own, sizes, _monitor_options(parsed), schedule, loader)
-        if theirs is not None:
-            move_state(theirs, own)
     begin_run_log(session, make_monitor(session, MonitorOptions()))  # the engine has a monitor of its own
     return engine, own, loader, schedule
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +21,18 @@ _REFUSAL = (
 )
 
 
+class _Copies(dict[str, Any]):
+    """One parameter's states. Changes raise TypeError; copies and pickles are ordinary dictionaries."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{_REFUSAL}. Keep values of your own in a dictionary of your own")
+
+    __setitem__ = __delitem__ = __ior__ = setdefault = update = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
 class OptimizerStates(MutableMapping[nn.Parameter, Mapping[str, Any]]):
     """The states of an engine's parameters, as ``torch.optim.Optimizer.state`` has them.
 
@@ -37,14 +48,19 @@ class OptimizerStates(MutableMapping[nn.Parameter, Mapping[str, Any]]):
 
     def __getitem__(self, param: nn.Parameter) -> Mapping[str, Any]:
         state = self._session.states.optimizer_state(param) if param in self else {}
-        copies = {
-            key: ReadOnlyCopy.of(value, _REFUSAL) if isinstance(value, torch.Tensor) else value
+        return _Copies(
+            (key, ReadOnlyCopy.of(value, _REFUSAL) if isinstance(value, torch.Tensor) else value)
             for key, value in state.items()
-        }
-        return MappingProxyType(copies)
+        )
 
     def __setitem__(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         self._session.check_open()
+        others = [key for key in state if key not in ("step", *self._rule.states)]
+        if others:
+            raise ValueError(
+                f"the given state has {others[0]!r}, which is none of {self._rule.classes}; keep values of your own in "
+                "a dictionary of your own"
+            )
         entry = checked_entry(state, whole_shape(param), "the given state", self._rule) if state else {}
         if not is_tied(param):
             self._session.states.set_optimizer_state(param, entry)

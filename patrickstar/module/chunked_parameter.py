@@ -109,6 +109,8 @@ def _as_view(result: Any, func: Callable[..., Any], handles: list[ParamHandle]) 
         for handle in handles:
             if handle.storage == storage:
                 become_view(result, handle)
+                if result.grad_fn is None and not torch.compiler.is_compiling():
+                    handle.views[id(result)] = result
         return result
     if isinstance(result, (list, tuple)) and any(type(item) is torch.Tensor for item in result):
         items = [_as_view(item, func, handles) for item in result]
@@ -161,6 +163,18 @@ class ChunkedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    def set_(self, *args: Any, **options: Any) -> ChunkedParameter:
+        """``set_(values)`` acts as ``.data = values``; torch.nn.utils.parametrize uses it. PyTorch does not report the
+        function to ``__torch_function__``.
+
+        Raises:
+            RuntimeError: autograd is on, or it would do more than take other values.
+        """
+        if torch.is_grad_enabled() or options or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            return carry_out_write(torch.Tensor.set_, (self, *args), options)
+        self.data = args[0]
+        return self
+
     def retain_grad(self) -> None:
         """Makes ``.grad`` readable after each step, until ``zero_grad`` or the next forward."""
         self._patrickstar.observer.gradients.retain(self._patrickstar)
@@ -191,6 +205,14 @@ class ChunkedView(torch.Tensor):
 
     _patrickstar: ParamHandle
     _patrickstar_impl: int
+
+    def set_(self, *args: Any, **options: Any) -> torch.Tensor:
+        """Refused: the view would leave its chunk.
+
+        Raises:
+            RuntimeError: always.
+        """
+        return carry_out_write(torch.Tensor.set_, (self, *args), options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Copies to an ordinary tensor."""

@@ -75,6 +75,7 @@ class ConvertedModule:
             *(_LoadFromStateDict(child, load_exactly) for child in owners),
             *(_SavePretrained(child) for child in module.modules() if getattr(type(child), "config_class", None)),
             *(_Apply(child) for child in module.modules()),
+            *(_Script(child) for child in module.modules()),
         ]
         for method in self._methods:
             method.put_on()
@@ -249,6 +250,23 @@ class _Apply(_InstanceMethod):
             self._is_running = False
             params.update(module._parameters)
             module._parameters = params
+
+
+class _Script(_InstanceMethod):
+    """``torch.jit.script`` asks each module for this method. Copies of the module keep it, as they keep its hooks."""
+
+    name = "__prepare_scriptable__"
+
+    def put_on(self) -> None:
+        """Installs a function that raises."""
+        self._module.__dict__[self.name] = _refuse_script
+
+
+def _refuse_script() -> None:
+    raise _C.StateError(
+        "torch.jit.script cannot compile the hooks of a module in an open engine, or of a copy made there. Script the "
+        "module after engine.close(), or a new one with load_state_dict(engine.state_dict())"
+    )
 
 
 class _OrdinaryParameters(dict[str, "nn.Parameter | None"]):

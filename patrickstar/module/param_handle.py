@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +69,10 @@ class ParamHandle:
     """``observer.uses``: the core's object that torch functions report uses to."""
     part: RankPart | None = None
     """This rank's part of the parameter; None: ranks share it."""
+    views: weakref.WeakValueDictionary[int, torch.Tensor] = dataclasses.field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    """Live views of its memory that autograd does not know, such as ``param.data``, by their ``id``."""
 
     @property
     def whole_shape(self) -> torch.Size:

@@ -5,6 +5,9 @@ out=p)``) runs on float32 copies of the masters, which then become the masters. 
 is derived again. The operation's schema, or else its name, says which arguments it writes. Writes that cannot be
 recognised are refused (csrc/bind/torch_function.h).
 
+``p.data = values`` gives ``p`` other memory in PyTorch, and the engine copies instead. So tensors that ``p.data`` gave
+before become ordinary ones, with the former values, and the memory of another chunked parameter is refused.
+
 An operation that copies values also preserves masters ([Note: put back], overwritten_masters.py). If a parameter is
 copied into a float32 tensor, or averaged with one (``lerp_``), its float32 master is used. Averages that are swapped
 with parameters thus keep their bits.
@@ -49,6 +52,8 @@ _COPYING = {"copy_", "_foreach_copy_", "index_copy_", "index_put_", "masked_scat
 def carry_out_write(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs operations that write parameters, or copy them into float32 tensors; ``NotImplemented`` for all others."""
     with torch._C.DisableTorchFunctionSubclass():
+        if func == _DATA_SET:
+            _prepare_other_memory(*args)
         written = written_tensors(func, args, kwargs)
         if any(map(_is_chunked, written)):
             return _write_through(written, func, args, kwargs)
@@ -125,6 +130,31 @@ def _write_through(written: list[Any], func: Callable[..., Any], args: tuple[Any
     if func == _DATA_SET or name == "__setitem__" or result is None:
         return None
     return kwargs["out"] if "out" in kwargs else targets[0]
+
+
+def _prepare_other_memory(target: Any, values: Any) -> None:
+    """See the module's docstring.
+
+    Raises:
+        RuntimeError: ``values`` is memory of another parameter.
+    """
+    handle: ParamHandle = target._patrickstar
+    if _is_chunked(values):
+        if values._patrickstar is not handle:
+            raise RuntimeError(
+                f"{handle.name}.data would be the memory of {values._patrickstar.name}, whose chunk cannot be "
+                "shared. Copy the values (p.data.copy_(q)); to tie two weights assign the parameter (p = q)"
+            )
+        return
+    views = list(handle.views.values())
+    if views:
+        handle.uses.touch([handle.id])
+        handle.views.clear()
+    for view in views:
+        former = view.clone()
+        del view._patrickstar, view._patrickstar_impl
+        view.__class__ = torch.Tensor
+        view.data = former
 
 
 def _copies_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> bool:

@@ -173,6 +173,14 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
             raise ValueError(
                 f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
             )
+    pending = [name for name, param in module.named_parameters() if param.grad is not None]
+    if pending:
+        logger.warning(
+            "gradients of an earlier backward are dropped (%d parameters, the first is %s); make the engine after "
+            "optimizer.step() and zero_grad()",
+            len(pending),
+            pending[0],
+        )
     # Parameters on the meta device get separate memory before it is known which are trained.
     find_aliases(module, [param for param in module.parameters() if param.is_meta and param.requires_grad])
     owners = [child for child in module.modules() if child._parameters]

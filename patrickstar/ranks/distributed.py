@@ -60,7 +60,6 @@ class RankGroups:
         self._process = os.getpid()
 
     def _connect(self, meeting: Meeting) -> None:
-        self._uses_world = True
         self._connections.connect(meeting.store, meeting.prefix)
         self.context, self.control = self._connections.context, self._connections.control
 
@@ -294,6 +293,9 @@ def join_ranks(
         leave_world()
         raise
     groups = RankGroups(context, members, timeout_seconds)
+    groups._uses_world = True
+    if len(members) == 1:  # as without a world: nobody else fails with this process
+        return groups
     try:
         groups._connect(meeting)
     except BaseException:

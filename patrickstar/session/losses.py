@@ -11,7 +11,8 @@ from torch import nn
 from patrickstar import _C
 
 _BEFORE_FORWARD = (
-    "backward before forward: call loss = model(inputs) first (not under torch.no_grad()), then model.backward(loss)"
+    "backward before forward: call loss = model(inputs) first (not under torch.no_grad()), then model.backward(loss); "
+    "where the loss comes of parts of the model alone, call them in model.run_forward(lambda: ...)"
 )
 
 

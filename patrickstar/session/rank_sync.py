@@ -35,7 +35,8 @@ _BUFFER_HEAD = struct.Struct("<QQ")  # index and bytes of a buffer
 def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
     """Sets PyTorch's CPU and CUDA generators to rank 0's states within the block, and restores them afterwards.
 
-    So a model gets the same random initial values on every rank and for any number of ranks.
+    So a model gets the same random initial values on every rank and for any number of ranks. A CPU generator that had
+    rank 0's state goes on from the block's end, as on one rank.
     """
     if len(ranks.members) == 1:
         yield
@@ -52,6 +53,9 @@ def common_random_numbers(ranks: RankGroups) -> Iterator[None]:
             torch.cuda.manual_seed(seed)
             torch.cuda.set_device(device)
         yield
+        advanced = torch.get_rng_state()
+    if states[ranks.members.index(ranks.context.rank)] == states[0]:
+        torch.set_rng_state(advanced)
 
 
 class Turn:

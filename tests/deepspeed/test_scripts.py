@@ -4,6 +4,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import patrickstar as deepspeed
@@ -104,6 +105,28 @@ def test_classes_and_functions_that_make_an_optimizer(make, expected):
         engine.step()
 
 
+def test_a_schedule_sets_the_first_rate_of_a_given_optimizer():
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    for given, options in ((None, {"scheduler": warmup}), (lambda o: LambdaLR(o, lambda step: step / 4), {})):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=given, config={"train_batch_size": 4, **options}
+        )
+        with engine:
+            assert engine.get_lr() == [optimizer.param_groups[0]["lr"]] == [0.0]
+
+
+def test_gradients_from_before_the_engine_are_named(caplog):
+    model = net()
+    model(*BATCHES[0]).backward()
+    with caplog.at_level(logging.WARNING, logger="patrickstar"):
+        engine, *_ = deepspeed.initialize(model=model, config=config())
+    with engine:
+        assert "earlier backward are dropped (6 parameters, the first is layers.0.weight)" in caplog.text
+        assert all(param.grad is None for param in model.parameters())
+
+
 def test_where_a_script_puts_adams_options(caplog):
     beside = {"type": "Adam", "params": {"lr": 0.01}, "torch_adam": 1, "adam_w_mode": False}
     with caplog.at_level(logging.INFO, logger="patrickstar"):
@@ -191,6 +214,27 @@ def test_backwards_that_are_coalesced():
             with pytest.raises(StateError, match=r"call engine\.backward\(loss\)"):
                 engine.scale(engine(*BATCHES[0]))
     assert norms[0] == norms[1]
+
+
+def test_one_rank_goes_on_after_an_exception():
+    deepspeed.init_distributed()
+    try:
+        value = torch.tensor(3.0)
+        deepspeed.comm.all_reduce(value, op=deepspeed.comm.ReduceOp.SUM)
+        assert value == 3.0
+        with pytest.raises(AttributeError, match="has 'log_summary'"):
+            deepspeed.comm.log_summary()
+        engine, *_ = deepspeed.initialize(model=net(), config=config())
+        with engine:
+            with pytest.raises(ValueError, match="batch_size"):
+                engine(BATCHES[0][0], BATCHES[0][1][:2])
+            for batch in BATCHES[:2]:
+                engine.backward(engine(*batch))
+                engine.step()
+            assert engine.was_step_applied()
+        assert deepspeed.comm.get_world_size() == 1
+    finally:
+        deepspeed.comm.destroy_process_group()
 
 
 def test_leaf_modules():

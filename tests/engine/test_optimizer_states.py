@@ -1,5 +1,6 @@
 """``optimizer.state``, as scripts read and reset it."""
 
+import copy
 from collections import defaultdict
 
 import pytest
@@ -74,8 +75,15 @@ def test_writes_that_would_be_lost_are_refused():
         param = next(engine.module.parameters())
         with pytest.raises(RuntimeError, match=r"cannot be changed in place. Set .*optimizer.state\[param\] ="):
             optimizer.state[param]["exp_avg"].zero_()
-        with pytest.raises(TypeError, match="does not support item assignment"):
-            optimizer.state[param]["step"] = 0
+        for change in (
+            lambda state: state.__setitem__("step", 0),
+            lambda state: state.setdefault("average", param.detach().clone()),
+        ):
+            with pytest.raises(TypeError, match="Keep values of your own in a dictionary"):
+                change(optimizer.state[param])
+        assert type(copy.deepcopy(optimizer.state[param])) is dict
+        with pytest.raises(ValueError, match="the given state has 'average'"):
+            optimizer.state[param] = {**optimizer.state[param], "average": param.detach().clone()}
         with pytest.raises(ValueError, match="the given state: exp_avg has shape"):
             optimizer.state[param] = {"step": 1, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
         assert optimizer.state[param]["step"] == 1

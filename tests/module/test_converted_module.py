@@ -208,6 +208,18 @@ CONVERSIONS = {
 }
 
 
+def test_compilers_of_an_open_module_are_refused():
+    engine, _ = initialize_engine(lambda: nn.Linear(4, 2), 0, make_config())
+    x = torch.ones(1, 4)
+    with engine:
+        expected = engine(x).detach()
+        for compiler in (lambda: torch.jit.script(engine.module), lambda: torch.export.export(engine.module, (x,))):
+            with pytest.raises(StateError, match=r"after engine.close\(\)"):
+                compiler()
+        assert torch.equal(torch.export.export(copy.deepcopy(engine.module), (x,)).module()(x), expected)
+    assert torch.equal(torch.jit.script(engine.module)(x), expected)
+
+
 def test_conversions_of_an_open_module_are_refused():
     engine, _ = built("gpt2", precision="bf16", device_memory=1_000_000, default_chunk_size=8192)
     with engine:

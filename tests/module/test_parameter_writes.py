@@ -75,6 +75,7 @@ ARRIVE = {
     "item": lambda m: m.a.weight.__setitem__((0, slice(1, 3)), 0.3),
     "data": lambda m: m.a.weight.data.mul_(0.3),
     "set data": set_data,
+    "set_": lambda m: m.a.weight.set_(VALUES),
     "detach": lambda m: m.a.weight.detach().mul_(0.3),
     "transposed": lambda m: m.a.weight.T.mul_(0.3),
     "view of a view": lambda m: m.a.weight.view(-1)[2:9].reshape(7, 1).add_(0.3),
@@ -99,10 +100,12 @@ REFUSED = {
     "leaky_relu of a view, inplace": lambda m: F.leaky_relu(m.a.weight[1], inplace=True),
     "threshold by keyword": lambda m: F.threshold(input=m.a.weight, threshold=0.1, value=7.0, inplace=True),
     "embedding with max_norm": lambda m: F.embedding(torch.tensor([0, 1]), m.table.weight, max_norm=0.1),
-    "set_": lambda m: m.a.weight.set_(torch.zeros(4, 6)),
     "resize_": lambda m: m.a.weight.resize_(2, 2),
     "swap_tensors": lambda m: torch.utils.swap_tensors(m.a.weight, nn.Parameter(torch.zeros(4, 6))),
+    "set_ of a view": lambda m: m.a.weight[1].set_(torch.zeros(6)),
+    "set_ of a storage": lambda m: m.a.weight.set_(torch.zeros(24).untyped_storage(), 0, (4, 6)),
     "data of another shape": lambda m: setattr(m.a.weight, "data", torch.zeros(2, 2)),
+    "data of another parameter": lambda m: setattr(m.a.weight, "data", m.b.weight.data),
 }
 
 

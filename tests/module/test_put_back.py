@@ -96,6 +96,18 @@ def by_exchange(module):
             param.data.copy_(theirs)
 
 
+def by_references(module):
+    params, other = list(module.parameters()), averages(module)
+    kept, row = [param.data for param in params], params[0][0]
+    for param, value in zip(params, other, strict=True):
+        param.data = value
+    assert torch.equal(row, kept[0][0])
+    for param, value, average in zip(params, kept, other, strict=True):
+        assert torch.equal(param, average)
+        assert not torch.equal(value, average)
+        param.data = value
+
+
 def unchanged(module):
     for param in module.parameters():
         param.data = param.data.clamp(-10.0, 10.0)
@@ -111,6 +123,7 @@ WAYS = [
     by_perturbation,
     by_gathering,
     by_exchange,
+    by_references,
     unchanged,
 ]
 

@@ -207,6 +207,7 @@ def train_branches(options: dict[str, Any], on_host: bool, swap_at: int) -> dict
         config["optimizer"] |= {"speculation": "always"}
         config["optimizer"]["params"]["use_hybrid_adam"] = False
     engine, optimizer = initialize_engine(Branches, 0, config)
+    next_number = torch.rand(()).item()
     with engine:
         engine.train()
         generator = torch.Generator().manual_seed(1)
@@ -215,7 +216,7 @@ def train_branches(options: dict[str, Any], on_host: bool, swap_at: int) -> dict
             x = torch.randn(size, 8, 64, generator=generator)[rank]
             engine.backward(engine(x, 2 if rank == 0 and step >= swap_at else rank))
             optimizer.step()
-        return {"state": engine.state_dict(), "report": engine.report()}
+        return {"state": engine.state_dict(), "report": engine.report(), "next_number": next_number}
 
 
 def train_branches_plain(size: int, swap_at: int) -> dict[str, torch.Tensor]:

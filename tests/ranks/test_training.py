@@ -11,6 +11,7 @@ from tests.bits import assert_same_bits, first_difference
 from tests.distributed import rank_outcomes, run_ranks
 from tests.ranks.managed import train_managed, train_managed_plain
 from tests.ranks.runs import (
+    Branches,
     Task,
     other_config,
     other_model,
@@ -123,12 +124,16 @@ def test_one_rank_is_one_process():
 @pytest.mark.parametrize("swap_at", [100, 3])
 def test_a_model_that_goes_otherwise_on_each_rank(swap_at):
     expected = train_branches_plain(2, swap_at)
+    torch.manual_seed(0)
+    Branches()
+    next_number = torch.rand(()).item()
     one_chunk = {"default_chunk_size": 64 * 1024}
     for options, on_host in (({}, False), ({"device_memory": "200KB"}, False), (one_chunk, True)):
         by_rank = run_ranks(2, train_branches, options, on_host, swap_at, timeout_seconds=100)
         assert_same_state(by_rank[0]["state"], by_rank[1]["state"])
         assert relative_error(by_rank[0]["state"], expected) < 1e-6
         assert_same_bits(by_rank[0]["state"]["never.weight"], expected["never.weight"])
+        assert [result["next_number"] for result in by_rank] == [next_number] * 2
 
 
 def test_batches_of_uneven_size_count_as_in_ddp():

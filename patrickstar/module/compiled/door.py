@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from patrickstar import _C
 from patrickstar.module.compiled.dynamo import knowing_caller
 
 _ATTRIBUTE = "_compiled_call_impl"
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # PyTorch 2.6 has none
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -42,6 +45,11 @@ class Door:
     def _pass(self, caller: Any, *args: Any, **kwargs: Any) -> Any:
         if caller is not None:
             self._note_caller(caller)
+        if _is_exporting():
+            raise _C.StateError(
+                "torch.export of an open engine's module, whose parameters are in chunks: export a copy "
+                "(copy.deepcopy(engine.module)), or the module after engine.close()"
+            )
         return self._enter(self.run or self.module._call_impl, args, kwargs)
 
     def open(self) -> None:
