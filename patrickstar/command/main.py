@@ -31,6 +31,7 @@ SUBCOMMANDS = {
     "plan": Subcommand("patrickstar.command.plan", "says whether a model fits, how fast it trains and what would help"),
     "finetune": Subcommand("patrickstar.finetune.main", "tunes a Hugging Face language model on conversations"),
     "run": Subcommand("patrickstar.command.run", "runs a script of transformers, TRL or Accelerate in an engine"),
+    "spot": Subcommand("patrickstar.command.spot", "runs a command and ends it in time when a cloud takes its machine"),
     "profile": Subcommand("patrickstar.profile", "runs a training script and shows one step: a trace and a picture"),
     "env": Subcommand("patrickstar.env", "says what this machine offers, what is missing and what mends it"),
     "config": Subcommand("patrickstar.command.config_file", "checks a configuration file, or writes its JSON Schema"),

@@ -78,7 +78,7 @@ def test_each_subcommand_has_a_line_and_a_help():
 
 def test_a_slip_is_answered_with_what_was_meant():
     assert run("chekpoint") == (2, "", "patrickstar: there is no subcommand 'chekpoint'; did you mean checkpoint?\n")
-    assert "there are plan, finetune, run, profile, env" in run("xyz")[2]
+    assert "there are plan, finetune, run, spot, profile, env" in run("xyz")[2]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ def test_commands_take_the_flags_that_pages_show():
             room = module.removeprefix("patrickstar.")
         else:
             continue
-        own = next((arguments[:i] for i, word in enumerate(arguments) if word.endswith(".py")), arguments)
+        ends = (i for i, word in enumerate(arguments) if word == "torchrun" or word.endswith(".py"))
+        own = arguments[: next(ends, None)]
         depth = (module == "patrickstar") + (room in OF_COMMANDS)
         subcommand = tuple(word for word in own[:depth] if word.isalpha())
         if (module, subcommand) not in helps:
