@@ -2,7 +2,7 @@
 //
 //   begin_forward  open_scope/touch/close_scope ...  end_forward
 //   begin_backward enter_backward/accumulate ...           end_backward
-//   sum_of_squares  apply_step or skip_step
+//   sum_of_squares apply_step or skip_step
 //
 // Guarded by the engine's lock.
 #pragma once

@@ -40,8 +40,8 @@ _SENDING_PARTS = 3
 WORTH_SAVING = 0.01
 """Least gain for which a higher rung is chosen. Not measured."""
 _WORTH_SENDING = 0.03
-"""Least gain for which products are sent: the host memory bandwidth that copies take from updates is not predicted. GPT
-4.31 B within 24 GiB, 3 % predicted: 5 % gained on one machine, nothing on two others.
+"""Least gain for which products are sent: the first steps make their host buffers. GPT 4.31 B within 24 GiB, 3 %
+predicted without :func:`slowdown_of_updates`: 5 % gained on one machine, nothing on two others.
 """
 
 
