@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from patrickstar.checkpoint.rng import kept_rng_states
+from patrickstar.module.observed_buffers import persistent_buffers
 from patrickstar.session.session import Session
-from patrickstar.state.engine_shards import persistent_buffers
 from patrickstar.state.save_load import with_extra_state
 
 _KNOWN_STEPS = 3

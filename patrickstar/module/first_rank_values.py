@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.checkpoint.memory import bytes_of
 from patrickstar.module.adoption import AdoptedParams
 from patrickstar.module.preprocess import ChunkedSpec, SortedParams
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -177,10 +178,10 @@ def share_rest(ranks: RankGroups, module: nn.Module, params: SortedParams) -> No
         DisagreementError: buffers differ in names, shapes or dtypes.
     """
     buffers = dict(module.named_buffers())
-    described = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
+    described = [f"{name} {tuple(buffer.shape)} {buffer.dtype}{_sparsity(buffer)}" for name, buffer in buffers.items()]
     ranks.check_agreement("the model's buffers, in order,", "; ".join(described))
     tensors = {**buffers, **{managed.name: managed.param.detach() for managed in params.managed}}
-    own = [digest(_flat(tensor)) for tensor in tensors.values()]
+    own = ["; ".join(digest(_flat(part)) for part in _dense_parts(tensor)) for tensor in tensors.values()]
     what = "which buffers differ"
     messages = ranks.control.exchange(json.dumps(own).encode(), what)
     said = [read_list(message, what, lambda item: isinstance(item, str), len(own)) for message in messages]
@@ -192,13 +193,17 @@ def share_rest(ranks: RankGroups, module: nn.Module, params: SortedParams) -> No
                 copy_bytes(tensor, values)
 
 
+def _sparsity(tensor: torch.Tensor) -> str:
+    return "" if tensor.layout == torch.strided else f" {tensor.layout} of {num_bytes_of(tensor)} bytes"
+
+
 def digest(values: torch.Tensor) -> str:
     """Digest of a dense one-dimensional tensor: dtype and a checksum of its bits. CPU and GPU digests of equal values
     differ.
     """
     if values.device.type == "cuda":
         return f"{values.dtype} {values.device.type} {_gpu_checksum(values)}"
-    return f"{values.dtype} {values.numel()} {_C.crc32c(_memory(values)):08x}"
+    return f"{values.dtype} {values.numel()} {_C.crc32c(bytes_of(values)):08x}"
 
 
 def _gpu_checksum(values: torch.Tensor) -> int:
@@ -213,8 +218,14 @@ def _gpu_checksum(values: torch.Tensor) -> int:
 
 
 def bytes_of_tensor(tensor: torch.Tensor) -> bytes:
-    """The elements in row-major order, for any dtype and device."""
-    return bytes(_memory(_flat(tensor)))
+    """The elements in row-major order, for any dtype, device and layout."""
+    parts = [_flat(part) for part in _dense_parts(tensor)]
+    return b"".join(map(bytes_of, parts))
+
+
+def num_bytes_of(tensor: torch.Tensor) -> int:
+    """Length of :func:`bytes_of_tensor`."""
+    return sum(part.nbytes for part in _dense_parts(tensor))
 
 
 def copy_bytes(tensor: torch.Tensor, values: bytes) -> None:
@@ -223,22 +234,32 @@ def copy_bytes(tensor: torch.Tensor, values: bytes) -> None:
     Raises:
         ValueError: the number of bytes is not the tensor's.
     """
-    if len(values) != tensor.nbytes:
-        raise ValueError(f"{len(values)} bytes for a tensor of {tensor.nbytes}")
-    if values:
-        with _C.HostAllocations(), torch.no_grad():
-            source = torch.frombuffer(bytearray(values), dtype=torch.uint8).view(tensor.dtype)
-            tensor.copy_(source.view(tensor.shape))
+    if len(values) != num_bytes_of(tensor):
+        raise ValueError(f"{len(values)} bytes for a tensor of {num_bytes_of(tensor)}")
+    begin = 0
+    for part in _dense_parts(tensor):
+        if part.nbytes:
+            with _C.HostAllocations(), torch.no_grad():
+                piece = bytearray(values[begin : begin + part.nbytes])
+                part.copy_(torch.frombuffer(piece, dtype=torch.uint8).view(part.dtype).view(part.shape))
+        begin += part.nbytes
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Views of the tensor's memory: itself, or the indices and values of a sparse one."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     with _C.HostAllocations(), torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach().cpu().contiguous().reshape(-1)
-
-
-def _memory(values: torch.Tensor) -> memoryview:
-    with torch._C.DisableTorchFunctionSubclass():
-        return memoryview(values.detach().contiguous().view(torch.uint8).numpy())
+        return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
 
 
 def _as_float_bytes(values: torch.Tensor) -> bytes:

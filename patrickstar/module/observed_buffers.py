@@ -1,12 +1,20 @@
-"""Detection of buffers that were changed in place."""
+"""A module's buffers: detection of changes in place, and those that are saved."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from patrickstar.module.compiled.dynamo import without_wrappers
+
+SPARSE_BUFFER_REMEDY = (
+    "checkpoints and exports have dense tensors only; register it with persistent=False and make it when the model is "
+    "built, or register its indices and values"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +60,14 @@ def buffer_places(module: nn.Module) -> list[BufferPlace]:
         for child in module.modules()
         for name in child._buffers.keys()  # noqa: SIM118 - those of a ScriptModule cannot be iterated otherwise
     ]
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of a ``state_dict``, by name."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield without_wrappers(f"{prefix}.{name}".lstrip(".")), buffer
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -27,6 +27,7 @@ from patrickstar import _C
 from patrickstar.config import QuantizationConfig
 from patrickstar.module.aliases import find_aliases
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.observed_buffers import SPARSE_BUFFER_REMEDY, persistent_buffers
 from patrickstar.module.param_ranks import RankPart, part_of
 from patrickstar.module.quantization import quantizable_weights
 
@@ -181,6 +182,9 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
             len(pending),
             pending[0],
         )
+    sparse = [name for name, buffer in persistent_buffers(module) if buffer.layout != torch.strided]
+    if sparse:
+        logger.warning("the buffer %s is sparse and cannot be saved: %s", sparse[0], SPARSE_BUFFER_REMEDY)
     # Parameters on the meta device get separate memory before it is known which are trained.
     find_aliases(module, [param for param in module.parameters() if param.is_meta and param.requires_grad])
     owners = [child for child in module.modules() if child._parameters]

@@ -23,7 +23,7 @@ class RepeatableForwards:
     """Records what each forward of ``module`` changes: random numbers, buffers, attributes, written parameters.
 
     Running statistics, and all tensors that an earlier forward changed in place, are copied to host memory before each
-    forward. Other in-place changes of buffers cannot be undone; assignments always can.
+    forward. Other in-place changes of buffers, and those of sparse ones, cannot be undone. Assignments always can.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class RepeatableForwards:
             self._state = ModuleState(self._module, self._managed)
         changing = {*self._changing, *map(id, attempt.changed_in_place())}
         present = [place.buffers.get(place.name) for place in self._places]  # without replaced ones
-        self._changing = {id(buffer): buffer for buffer in present if buffer is not None and id(buffer) in changing}
+        dense = [buffer for buffer in present if buffer is not None and buffer.layout == torch.strided]
+        self._changing = {id(buffer): buffer for buffer in dense if id(buffer) in changing}
         if sum(buffer.nbytes for buffer in self._changing.values()) > MOST_COPIED_BYTES:
             self._changing.clear()
 

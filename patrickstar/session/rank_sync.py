@@ -19,7 +19,7 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.config import ALL_OPTIONS, Config
 from patrickstar.machine.budgets import Budgets
-from patrickstar.module.first_rank_values import bytes_of_tensor, copy_bytes
+from patrickstar.module.first_rank_values import bytes_of_tensor, copy_bytes, num_bytes_of
 from patrickstar.module.managed import real_parts, wide_dtype
 from patrickstar.module.observed_buffers import ObservedBuffer, buffer_places
 from patrickstar.ranks.chunk_ranks import ChunkRanks
@@ -228,7 +228,7 @@ class BufferSync:
                 values |= _unpacked(first, len(now))
         for index, value in values.items():
             buffer = now[index]
-            if buffer is not None and buffer.tensor.nbytes == len(value):
+            if buffer is not None and num_bytes_of(buffer.tensor) == len(value):
                 copy_bytes(buffer.tensor, value)
         self._observed = [place.observe() for place in self._places]
 

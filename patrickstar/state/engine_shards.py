@@ -23,6 +23,7 @@ from patrickstar.checkpoint.snapshot import Piece
 from patrickstar.module.chunked_parameter import ChunkedParameter, whole_shape
 from patrickstar.module.compiled.dynamo import without_wrappers
 from patrickstar.module.managed import wide_dtype
+from patrickstar.module.observed_buffers import SPARSE_BUFFER_REMEDY, persistent_buffers
 from patrickstar.module.param_handle import ParamHandle
 from patrickstar.session.session import Session
 from patrickstar.state.parts import Frozen, Part
@@ -33,7 +34,7 @@ _IN_MEMORY = -1
 
 def buffer_shards(session: Session) -> Iterator[TensorShard]:
     """Persistent buffers, which all ranks hold alike."""
-    for name, buffer in persistent_buffers(session.module):
+    for name, buffer in _stored_buffers(session.module):
         yield _shard(name, "buffer", buffer.shape, buffer.dtype, functools.partial(_flat, buffer, buffer.dtype))
 
 
@@ -150,7 +151,7 @@ class EngineSink:
         """Keys of tensors that are not wanted."""
         self._sharded = session.chunk_ranks.size > 1
         self._params = dict(named_params(session.module)) if params is None else dict(params)
-        self._buffers = dict(persistent_buffers(session.module))
+        self._buffers = dict(_stored_buffers(session.module))
         self._managed_states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
 
     def wanted(self) -> Iterator[TensorRange]:
@@ -271,12 +272,11 @@ def named_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield without_wrappers(name), param
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers of a ``state_dict``, by name."""
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield without_wrappers(f"{prefix}.{name}".lstrip(".")), buffer
+def _stored_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in persistent_buffers(module):
+        if buffer.layout != torch.strided:
+            raise ValueError(f"the buffer {name} is sparse; {SPARSE_BUFFER_REMEDY}")
+        yield name, buffer
 
 
 def kind_of(param: nn.Parameter) -> Kind:

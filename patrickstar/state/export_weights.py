@@ -18,10 +18,11 @@ from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.shards import TensorShard
 from patrickstar.module.chunked_parameter import whole_shape
 from patrickstar.module.compiled.dynamo import unwrapped, without_wrappers
+from patrickstar.module.observed_buffers import persistent_buffers
 from patrickstar.session.interrupts import deferred_signals
 from patrickstar.session.session import Session
 from patrickstar.sizes import parse_size
-from patrickstar.state.engine_shards import EngineSource, buffer_shards, named_params, persistent_buffers
+from patrickstar.state.engine_shards import EngineSource, buffer_shards, named_params
 from patrickstar.state.file_tensors import FileTensors
 from patrickstar.state.rank_peers import RankPeers
 from patrickstar.state.whole_values import whole_shards

@@ -17,9 +17,10 @@ from torch import nn
 from patrickstar import _C
 from patrickstar.checkpoint.shards import Kind, TensorShard
 from patrickstar.module.chunked_parameter import ChunkedParameter
+from patrickstar.module.observed_buffers import persistent_buffers
 from patrickstar.parallel.sharded_values import ShardedNames, ShardedPart
 from patrickstar.session.session import Session
-from patrickstar.state.engine_shards import kind_of, persistent_buffers
+from patrickstar.state.engine_shards import kind_of
 
 
 @torch.no_grad()
