@@ -127,9 +127,8 @@ class PatrickStarTrainerMixin:
         self.add_callback(self._engine_callback)
         if self._signals is not None:
             self.add_callback(self._signals)
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = own_optimizer(self.args)
-            self.accelerator.replace_config(without_optimizer(self._engine_config, self.args))
+        self._arguments_name_optimizer = self.optimizer is None and self.optimizer_cls_and_kwargs is None
+        self._settle_optimizer()
         # The Trainer's filter would make the launching thread wait for each micro-batch; see training_step.
         self._filters_losses = self.args.logging_nan_inf_filter
         self.args.logging_nan_inf_filter = False
@@ -165,17 +164,31 @@ class PatrickStarTrainerMixin:
         config = {**taken_deepspeed(self.args), **self._engine_config}
         self._engine_config = with_parallelism(config, getattr(self.args, "parallelism_config", None))
         self.args.parallelism_config = None  # the engine alone handles it
-        self._engine_config = settled_config(self._engine_config, self.args, self._global_batch())
-        self._schedule = self._engine_config.pop("scheduler", None)
-        parse_config(self._engine_config)  # reports errors now, not when training begins
+        self._settled = settled_config(self._engine_config, self.args, self._global_batch())
+        self._schedule = self._settled.pop("scheduler", None)
+        parse_config(self._settled)  # reports errors now, not when training begins
         with as_it_is(Accelerator):
             super().create_accelerator_and_postprocess()
             args = {**self._accelerator_args, "mixed_precision": precision_of(self.args)}
-            self.accelerator = TrainerAccelerator(patrickstar_config=self._engine_config, **args)
+            self.accelerator = TrainerAccelerator(patrickstar_config=self._settled, **args)
         self.accelerator.accumulated_batches = self.args.gradient_accumulation_steps
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+
+    def _settle_optimizer(self) -> None:
+        if self._arguments_name_optimizer:
+            self.optimizer_cls_and_kwargs = own_optimizer(self.args)
+            self.accelerator.replace_config(without_optimizer(self._settled, self.args))
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """The Trainer's method: arguments of a search's ``trial``, and an accelerator that obeys them."""
+        searches = trial is not None and self.hp_search_backend is not None
+        if searches:
+            self.accelerator.close_engine(discard=True)  # of the former trial; model_init makes the next one's model
+        super()._hp_search_setup(trial)
+        if searches:
+            self._settle_optimizer()
 
     def _global_batch(self) -> Decision:
         return global_batch(self._engine_config, self.args)
@@ -254,9 +267,7 @@ class PatrickStarTrainerMixin:
         return self.engine.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        if grad_norm is not None:
-            return grad_norm
-        return torch.tensor(self.engine.grad_norm())
+        return torch.tensor(self.engine.grad_norm()) if grad_norm is None else grad_norm
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's method. Several ranks generate in lockstep, since each forward all-gathers shards."""
@@ -292,8 +303,7 @@ class PatrickStarTrainerMixin:
         if not self.accelerator.has_engine:
             super().save_model(output_dir, _internal_call)
             return
-        folder = self.args.output_dir if output_dir is None else output_dir
-        self._save_weights(folder)
+        self._save_weights(self.args.output_dir if output_dir is None else output_dir)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

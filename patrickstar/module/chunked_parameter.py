@@ -151,7 +151,7 @@ class ChunkedParameter(nn.Parameter):
         if handle is not None and value is not None:
             raise RuntimeError(
                 f"the gradient of {handle.name} belongs to PatrickStar; it cannot be set here, only dropped "
-                "(grad = None). Set it by patrickstar.utils.safe_set_full_grad(param, value)"
+                "(grad = None). Set it by patrickstar.utils.safe_set_full_grad(param, value), between backward and step"
             )
         if handle is not None and not is_tied(self):
             handle.observer.clear_gradient(handle)

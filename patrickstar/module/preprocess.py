@@ -38,6 +38,11 @@ DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, to
 # Smallest parameter with 8-bit moments: bitsandbytes' min_8bit_size.
 _LEAST_8_BIT_NUMEL = 4096
 
+_UNDIVIDED = (
+    "leave that out and give the whole model: PatrickStar shards it over the ranks, by tensor_parallel in the "
+    "configuration also each matrix"
+)
+
 # Names of a module's parameters that were registered inside torch_scope, with its do_allreduce.
 _torch_scoped: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
 
@@ -164,6 +169,11 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
                 "and buffers without telling PatrickStar; build the engine with the module that was scripted or traced "
                 "(torch.compile is supported)"
             )
+        if hasattr(child, "_fsdp_wrapped_module"):
+            raise ValueError(
+                f"module {name or type(module).__name__} is a FullyShardedDataParallel, whose parameters are pieces of "
+                f"one; {_UNDIVIDED}"
+            )
     for name, param in module.named_parameters():
         if isinstance(param, ChunkedParameter):
             raise ValueError(
@@ -173,6 +183,10 @@ def build_module(model_func: ModelSource, release: Callable[[nn.Module], None]) 
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"parameter {name} is not initialised (a lazy module); run one forward in model_func first"
+            )
+        if hasattr(param, "device_mesh"):  # a DTensor
+            raise ValueError(
+                f"parameter {name} is a DTensor: fully_shard or parallelize_module has divided it; {_UNDIVIDED}"
             )
     pending = [name for name, param in module.named_parameters() if param.grad is not None]
     if pending:

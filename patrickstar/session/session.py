@@ -220,7 +220,10 @@ class Session:
         self.check_open()
         self.loan.check()
         if not self.runtime.gradients_pending():
-            raise _C.StateError("the norm of gradients was asked for, but there are none; call backward first")
+            raise _C.StateError(
+                "there are no gradients since the last step or zero_grad: call backward first, and read, set and clip "
+                "gradients between it and the step"
+            )
         with deferred_signals(), self.guard("the norm of all gradients"):
             return self.gradients.norm()
 
