@@ -130,7 +130,7 @@ def test_gradients_between_backward_and_step():
     session = engine._session
     with engine:
         engine.train()
-        with pytest.raises(StateError, match="there are none"):
+        with pytest.raises(StateError, match="there are no gradients since the last step"):
             engine.grad_norm()
         for step, batch in enumerate(batches(3)):
             for _ in range(2):
