@@ -91,6 +91,27 @@ void place_states(OpenEngine& open, const Timeline& step) {
   open.residency.place_in_headroom(step);
 }
 
+// Before a step's updates, or where it is skipped: in the first steps, and when states that left the device may return,
+// states move into free device memory.
+void place_before_updates(OpenEngine& open) {
+  const bool is_time_to_return = open.residency.is_time_to_return();
+  if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return;
+  if (open.placing != StatesPlacing::kDone) {
+    Timeline timeline = open.expected ? open.expected->timeline : open.recorder.running();
+    open.collectives->agree_on(timeline, nullptr);
+    place_states(open, timeline);
+  } else if (open.expected) {
+    open.collectives->agree_on(open.expected->timeline, nullptr);
+    fill_headroom(open, open.expected->timeline);
+  } else if (open.residency.is_settling()) {
+    Timeline timeline = open.recorder.running();
+    open.collectives->agree_on(timeline, nullptr);
+    if (open.residency.has_room_for_more(timeline)) fill_headroom(open, timeline);
+  } else if (is_time_to_return) {
+    fill_headroom(open, open.recorder.running());
+  }
+}
+
 void leave_to_gradients(OpenEngine& open) {
   open.updates.leave_to_gradients(open.residency.leaving_gradient_bytes(open.recorder.last()));
 }
@@ -291,27 +312,6 @@ double sum_of_squares(OpenEngine& open, std::vector<ParamId> left_out) {
 double squares_of_parts(OpenEngine& open, std::vector<ParamId> left_out) {
   std::sort(left_out.begin(), left_out.end());
   return open.flow.squares_of_parts(left_out);
-}
-
-// Before a step's updates: in the first steps, and when states that left the device may return, states move into free
-// device memory.
-void place_before_updates(OpenEngine& open) {
-  const bool is_time_to_return = open.residency.is_time_to_return();
-  if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return;
-  if (open.placing != StatesPlacing::kDone) {
-    Timeline timeline = open.expected ? open.expected->timeline : open.recorder.running();
-    open.collectives->agree_on(timeline, nullptr);
-    place_states(open, timeline);
-  } else if (open.expected) {
-    open.collectives->agree_on(open.expected->timeline, nullptr);
-    fill_headroom(open, open.expected->timeline);
-  } else if (open.residency.is_settling()) {
-    Timeline timeline = open.recorder.running();
-    open.collectives->agree_on(timeline, nullptr);
-    if (open.residency.has_room_for_more(timeline)) fill_headroom(open, timeline);
-  } else if (is_time_to_return) {
-    fill_headroom(open, open.recorder.running());
-  }
 }
 
 void apply_step(OpenEngine& open, const std::vector<GroupOptions>& groups, double grad_scale, double clip_ratio) {

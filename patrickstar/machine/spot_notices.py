@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -56,6 +57,8 @@ class MetadataService:
             if error.code == 404:
                 return ""
             raise
+        except http.client.HTTPException as error:
+            raise OSError(f"no answer in HTTP: {error!r}") from error
 
 
 _Ask = Callable[..., str]

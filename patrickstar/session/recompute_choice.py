@@ -39,7 +39,7 @@ from patrickstar.planning.recomputation import (
     predicted_seconds,
     recomputation_text,
 )
-from patrickstar.planning.saved_steps import most_sent, step_with_saved
+from patrickstar.planning.saved_steps import most_sent
 from patrickstar.planning.step_plan import Plan, SavedCalls
 from patrickstar.ranks.distributed import RankGroups
 from patrickstar.session.step_measurement import measured_step
@@ -290,7 +290,8 @@ class RecomputeChoice(NoRecomputeChoice):
         saved = ladder.saved(chosen.rung)
         self._calls.choose(saved)
         self._calls.expect_products({call.number: call.num_products for call in step.timed.calls})
-        timed = step_with_saved(step.timed, saved)
+        placed = _placed(chosen)
+        timed = placed.timed
         is_quadratic = self._measurement.is_quadratic
         size = max(_size_of(shapes, is_quadratic) for shapes in self._first_shapes)
         mine = dataclasses.asdict(saved_calls(step.timed, ladder, saved, size, is_quadratic=is_quadratic))
@@ -299,7 +300,6 @@ class RecomputeChoice(NoRecomputeChoice):
         self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
         times = None
         if self._num_ranks == 1:  # several ranks need the same times
-            placed = _placed(chosen)
             step.rates.host_adam_params_per_second /= placed.host_slowdown
             times = {
                 "rates": step.rates, "compute_seconds": timed.seconds, "updates": placed.updates,

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.selective_recomputation import ComparedProducts, keep_products
-from patrickstar.planning.saved_steps import step_with_saved
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
 from patrickstar.session import recompute_choice, step_measurement
@@ -141,13 +140,14 @@ def test_gradients_dropped_before_the_first_step_do_not_count(choosing):
 
 @pytest.mark.parametrize("loss", ["whole", "fused"])
 def test_the_expected_timeline_is_that_of_the_next_step(choosing, monkeypatch, loss):
-    expected = []
+    expected, placed = [], recompute_choice._placed
 
-    def noting(timed, saved):
-        expected.append(step_with_saved(timed, saved))
-        return expected[-1]
+    def noting(chosen):
+        found = placed(chosen)
+        expected.append(found.timed)
+        return found
 
-    monkeypatch.setattr(recompute_choice, "step_with_saved", noting)
+    monkeypatch.setattr(recompute_choice, "_placed", noting)
     engine, optimizer = opened(
         functools.partial(llama, hidden=64, layers=LAYERS, length=64), activations={"loss": loss}
     )
