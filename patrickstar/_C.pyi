@@ -771,6 +771,11 @@ def agreed_vote(votes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     with ``compute_seconds`` and ``activations`` by access.
     """
 
+def undisturbed_times(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Times of ``Runtime.step_times`` after a second measurement: the faster rates and shorter times; the later ones of
+    other accesses.
+    """
+
 class HostAllocations:
     """Context in which CPU tensors count as host memory, not as the simulated device's."""
 
@@ -1396,6 +1401,10 @@ class Runtime(UseListener):
         """Times of a measured step: ``rates``; ``compute_seconds`` and ``activations`` by access, as in ``simulate``;
         ``updates`` by chunk. None before a step was measured.
         """
+
+    @property
+    def num_measurements(self) -> int:
+        """Steps of the present path that were measured in this run; at most 2."""
 
     def predicted_step(self) -> dict[str, Any] | None:
         """The current plan's predicted step, as from ``simulate``. None before a step was measured."""

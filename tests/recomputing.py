@@ -28,7 +28,7 @@ def choose_by_fixed_times(setattr=setattr):
 ALONE, BESIDE_A_STEP = 1e6, 1e-4  # updates on the host, 1e9 parameters per second
 
 
-def update_slower_beside_steps(setattr=setattr):
+def update_slower_beside_steps(setattr=setattr, rate_alone=ALONE):
     """Updates on the host are fast while they are measured alone, and slow once a step was measured, which a simulated
     link (``delays``) lets engines do.
     """
@@ -36,11 +36,11 @@ def update_slower_beside_steps(setattr=setattr):
 
     def slow(self):
         times = times_of(self)
-        if times is not None and times["rates"].host_adam_params_per_second != ALONE * 1e9:
+        if self.num_measurements > 0:
             times["rates"].host_adam_params_per_second = BESIDE_A_STEP * 1e9
         return times
 
-    setattr(step_measurement, "_measured_host", lambda: dataclasses.replace(H200, host_adam_gparams=ALONE))
+    setattr(step_measurement, "_measured_host", lambda: dataclasses.replace(H200, host_adam_gparams=rate_alone))
     setattr(_C.Runtime, "step_times", slow)
 
 

@@ -305,6 +305,7 @@ void register_inspection(RuntimeClass& runtime) {
              return describe_times(
                  without_gil<Call::kInspect>(self, [](OpenEngine& open) { return open.planner.times(); }));
            })
+      .def_prop_ro("num_measurements", bound<kInspect>(&OpenEngine::planner, &StepPlanner::num_measurements))
       .def("predicted_step", [](Runtime& self) {
         const auto step = without_gil<Call::kInspect>(self, [](OpenEngine& open) { return open.planner.predicted(); });
         return step ? nb::object(describe_step(*step)) : nb::none();
@@ -314,6 +315,12 @@ void register_inspection(RuntimeClass& runtime) {
 }  // namespace
 
 void register_runtime(nb::module_& module) {
+  module.def(
+      "undisturbed_times",
+      [](const nb::object& earlier, const nb::object& later) {
+        return describe_times(undisturbed(*parse_times(earlier), *parse_times(later)));
+      },
+      nb::arg("earlier"), nb::arg("later"), "Times of Runtime.step_times after a second measurement.");
   RuntimeClass runtime(module, "Runtime",
                        "The core's façade (engine/runtime.h; calls of a step: engine/step_course.h).",
                        nb::is_weak_referenceable());

@@ -91,17 +91,32 @@ void place_states(OpenEngine& open, const Timeline& step) {
   open.residency.place_in_headroom(step);
 }
 
+// All ranks expect the most activation memory and the slowest rank's times; no times if their accesses differ.
+void agree_on_expected(OpenEngine& open) {
+  ExpectedStep& expected = *open.expected;
+  const std::string mine = expected.times ? packed(*expected.times) : std::string();
+  const StepAgreement agreement = open.collectives->agree_on(expected.timeline, nullptr, mine);
+  expected.times.reset();
+  if (agreement.ways != StepAgreement::Ways::kAlike) return;
+  std::vector<StepTimes> by_rank;
+  for (const std::string& times : agreement.notes) {
+    if (times.empty()) return;
+    by_rank.push_back(unpacked_times(times, static_cast<size_t>(open.layout().num_chunks())));
+  }
+  expected.times = slowest(by_rank);
+}
+
 // Before a step's updates, or where it is skipped: in the first steps, and when states that left the device may return,
 // states move into free device memory.
 void place_before_updates(OpenEngine& open) {
   const bool is_time_to_return = open.residency.is_time_to_return();
   if (open.recorder.position() < 0 && !open.layout().has_other_ranks()) return;
+  if (open.expected) agree_on_expected(open);
   if (open.placing != StatesPlacing::kDone) {
     Timeline timeline = open.expected ? open.expected->timeline : open.recorder.running();
-    open.collectives->agree_on(timeline, nullptr);
+    if (!open.expected) open.collectives->agree_on(timeline, nullptr);
     place_states(open, timeline);
   } else if (open.expected) {
-    open.collectives->agree_on(open.expected->timeline, nullptr);
     fill_headroom(open, open.expected->timeline);
   } else if (open.residency.is_settling()) {
     Timeline timeline = open.recorder.running();

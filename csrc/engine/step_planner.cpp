@@ -11,9 +11,8 @@ namespace patrickstar {
 
 namespace {
 
-// Steps until the second measurement; the first may have run while host memory was still being prepared. Predicted
-// steps became shorter with it, from 2.63 to 2.34 s for 18.5 B (benchmark/results/h200-measured-early.txt). Other
-// values were not measured.
+// Steps until the second measurement: predicted steps became shorter with it, from 2.63 to 2.34 s for 18.5 B
+// (benchmark/results/h200-measured-early.txt). Other values were not measured.
 constexpr int64_t kStepsUntilAgain = 8;
 // A path that has not come back for so many steps is not waited for: a traced step drains the device's queue.
 constexpr int64_t kStepsOfWaiting = 8;
@@ -96,7 +95,7 @@ void StepPlanner::end_measurement(const PlanVote& agreed, int64_t path_of_step) 
   if (stage_ == Stage::kTraced && !agreed.awaits_trace) {
     StepPath* const traced = paths_.find(agreed.timed_path);
     if (traced != nullptr && agreed.times && is_due(*traced)) {
-      traced->times = agreed.times;
+      traced->times = traced->num_measurements > 0 ? undisturbed(*traced->times, *agreed.times) : *agreed.times;
       ++traced->num_measurements;
       traced->plan = {};
     }
@@ -154,6 +153,8 @@ const std::optional<StepTimes>& StepPlanner::times() const {
   static const std::optional<StepTimes> none;
   return paths_.first() == nullptr ? none : paths_.first()->times;
 }
+
+int StepPlanner::num_measurements() const { return paths_.first() == nullptr ? 0 : paths_.first()->num_measurements; }
 
 const std::optional<SimulatedStep>& StepPlanner::predicted() const {
   static const std::optional<SimulatedStep> none;

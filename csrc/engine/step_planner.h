@@ -5,7 +5,7 @@
 // first makes optimizer states, provided that no host memory is being prepared by then. Otherwise it is the first later
 // step without such preparation that follows a step like an earlier one. One step later, when its work is complete, the
 // trace becomes rates and times of accesses. From then on plans are chosen by predicted step time (plan/plan_choice.h).
-// One later step is measured again, and its times replace the first ones. With several ranks, a step is traced if all
+// One later step is measured again; of both, the faster times count. With several ranks, a step is traced if all
 // ranks can, and plans use the slowest rank's times (plan/plan_vote.h).
 //
 // Each path that the model takes has its own plan and times (engine/step_paths.h). A trace counts for the path that its
@@ -66,6 +66,8 @@ class StepPlanner {
   // Times of the last step's path. Empty before it is measured, unless adopt() got times.
   const std::optional<StepTimes>& times() const;
   const std::optional<SimulatedStep>& predicted() const;
+  // Steps of the last step's path that were measured in this run; at most 2.
+  int num_measurements() const;
 
  private:
   enum class Stage : uint8_t {

@@ -8,24 +8,39 @@ namespace patrickstar {
 
 namespace {
 
+// Rates of two steps, or of two ranks.
+template <typename Worse, typename Better>
+void combine(Rates& all, const Rates& other, Worse lower_is_slower, Better higher_is_slower) {
+  lower_is_slower(&Rates::upload_gbps);
+  lower_is_slower(&Rates::download_gbps);
+  lower_is_slower(&Rates::host_adam_params_per_second);
+  lower_is_slower(&Rates::device_adam_params_per_second);
+  lower_is_slower(&Rates::launch_ahead_seconds);
+  lower_is_slower(&Rates::device_memory_gbps);
+  lower_is_slower(&Rates::disk_read_gbps);
+  lower_is_slower(&Rates::disk_write_gbps);
+  higher_is_slower(&Rates::transfer_latency_seconds);
+  higher_is_slower(&Rates::collective_latency_seconds);
+  higher_is_slower(&Rates::synchronize_seconds);
+  for (double Rates::* rate : {&Rates::gather_gbps, &Rates::scatter_gbps}) all.*rate = std::max(all.*rate, other.*rate);
+}
+
 void keep_slower(Rates& all, const Rates& mine) {
   const auto least = [&](double Rates::* rate) { all.*rate = std::min(all.*rate, mine.*rate); };
   const auto most = [&](double Rates::* rate) { all.*rate = std::max(all.*rate, mine.*rate); };
-  least(&Rates::upload_gbps);
-  least(&Rates::download_gbps);
-  least(&Rates::host_adam_params_per_second);
-  least(&Rates::device_adam_params_per_second);
-  least(&Rates::launch_ahead_seconds);
-  least(&Rates::device_memory_gbps);
-  least(&Rates::disk_read_gbps);
-  least(&Rates::disk_write_gbps);
-  most(&Rates::transfer_latency_seconds);
-  most(&Rates::collective_latency_seconds);
-  most(&Rates::synchronize_seconds);
+  combine(all, mine, least, most);
   most(&Rates::param_pass);
   most(&Rates::states_pass);
-  most(&Rates::gather_gbps);
-  most(&Rates::scatter_gbps);
+}
+
+void keep_faster(Rates& all, const Rates& other) {
+  const auto least = [&](double Rates::* rate) { all.*rate = std::min(all.*rate, other.*rate); };
+  const auto most = [&](double Rates::* rate) { all.*rate = std::max(all.*rate, other.*rate); };
+  if (other.host_adam_params_per_second > all.host_adam_params_per_second) {  // passes are relative to it
+    all.param_pass = other.param_pass;
+    all.states_pass = other.states_pass;
+  }
+  combine(all, other, most, least);
 }
 
 void keep_more(std::vector<ActivationCopies>& all, const std::vector<ActivationCopies>& mine) {
@@ -42,9 +57,61 @@ void keep_slower(StepTimes& all, const StepTimes& mine) {
   keep_more(all.shape.activations, mine.shape.activations);
   std::vector<double>& seconds = all.shape.compute_seconds;
   for (size_t t = 0; t < seconds.size(); ++t) seconds[t] = std::max(seconds[t], mine.shape.compute_seconds[t]);
+  std::vector<Recipe>& updates = all.shape.updates;
+  for (size_t chunk = 0; chunk < std::min(updates.size(), mine.shape.updates.size()); ++chunk) {
+    updates[chunk] = std::max(updates[chunk], mine.shape.updates[chunk]);
+  }
+}
+
+void check_recipes(const std::vector<Recipe>& updates, const MessageReader& reader) {
+  for (Recipe recipe : updates) {
+    reader.check(static_cast<size_t>(recipe) < kNumRecipes, "an update by no known recipe");
+  }
 }
 
 }  // namespace
+
+std::string packed(const StepTimes& times) {
+  return MessageWriter()
+      .add(times.rates)
+      .add(times.shape.compute_seconds)
+      .add(times.shape.updates)
+      .add(times.shape.activations)
+      .str();
+}
+
+StepTimes unpacked_times(const std::string& message, size_t num_chunks) {
+  MessageReader reader(message, "times of a step");
+  StepTimes times;
+  times.rates = reader.next<Rates>();
+  times.shape.compute_seconds = reader.next_list<double>();
+  times.shape.updates = reader.next_list<Recipe>();
+  times.shape.activations = reader.next_list<ActivationCopies>();
+  reader.finish();
+  check_recipes(times.shape.updates, reader);
+  reader.check(times.shape.updates.empty() || times.shape.updates.size() == num_chunks, "updates of other chunks");
+  reader.check(times.shape.activations.empty() || times.shape.activations.size() == times.shape.compute_seconds.size(),
+               "activations of other accesses");
+  return times;
+}
+
+StepTimes undisturbed(const StepTimes& earlier, StepTimes later) {
+  const std::vector<double>& before = earlier.shape.compute_seconds;
+  std::vector<double>& seconds = later.shape.compute_seconds;
+  if (before.size() != seconds.size()) return later;
+  keep_faster(later.rates, earlier.rates);
+  for (size_t t = 0; t < seconds.size(); ++t) seconds[t] = std::min(seconds[t], before[t]);
+  return later;
+}
+
+std::optional<StepTimes> slowest(const std::vector<StepTimes>& by_rank) {
+  StepTimes all = by_rank.front();
+  for (const StepTimes& times : by_rank) {
+    if (times.shape.compute_seconds.size() != all.shape.compute_seconds.size()) return std::nullopt;
+    keep_slower(all, times);
+  }
+  return all;
+}
 
 std::string packed(const PlanVote& vote) {
   return MessageWriter()
@@ -53,9 +120,7 @@ std::string packed(const PlanVote& vote) {
       .add(vote.updates)
       .add(static_cast<uint8_t>(vote.awaits_trace))
       .add(vote.timed_path)
-      .add(vote.times ? std::vector<Rates>{vote.times->rates} : std::vector<Rates>{})
-      .add(vote.times ? vote.times->shape.compute_seconds : std::vector<double>{})
-      .add(vote.times ? vote.times->shape.activations : std::vector<ActivationCopies>{})
+      .add(vote.times ? packed(*vote.times) : std::string())
       .str();
 }
 
@@ -67,18 +132,10 @@ PlanVote unpacked_vote(const std::string& message, size_t num_chunks) {
   vote.updates = reader.next_list<Recipe>(num_chunks);
   vote.awaits_trace = reader.next<uint8_t>() != 0;
   vote.timed_path = reader.next<int64_t>();
-  const auto rates = reader.next_list<Rates>();
-  const auto compute_seconds = reader.next_list<double>();
-  const auto activations = reader.next_list<ActivationCopies>();
+  const std::string times = reader.next_text();
   reader.finish();
-  reader.check(rates.size() <= 1, "several rates");
-  for (Recipe recipe : vote.updates) {
-    reader.check(static_cast<size_t>(recipe) < kNumRecipes, "an update by no known recipe");
-  }
-  reader.check(activations.empty() || activations.size() == compute_seconds.size(), "activations of other accesses");
-  if (rates.empty()) return vote;
-  vote.times = StepTimes{rates.front(), {compute_seconds, {}, {}}};
-  vote.times->shape.activations = activations;
+  check_recipes(vote.updates, reader);
+  if (!times.empty()) vote.times = unpacked_times(times, num_chunks);
   return vote;
 }
 

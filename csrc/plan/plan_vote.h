@@ -25,6 +25,16 @@ struct StepTimes {
   StepShape shape;
 };
 
+std::string packed(const StepTimes& times);
+// Throws StateError for a message that is not of times over `num_chunks` chunks.
+StepTimes unpacked_times(const std::string& message, size_t num_chunks);
+// Times of the slowest rank, as in agreed(). None if ranks have other numbers of accesses.
+std::optional<StepTimes> slowest(const std::vector<StepTimes>& by_rank);
+// The faster rates and shorter times of two measurements, since disturbances only add time; the later one if their
+// accesses differ in number. The later one alone predicted steps of 8 B 4 to 14 % too long
+// (benchmark/results/h200-first-steps.txt).
+StepTimes undisturbed(const StepTimes& earlier, StepTimes later);
+
 struct PlanVote {
   bool can_measure = false;     // the next step may be traced here, or one already was
   bool has_plan = false;        // the last step replayed a plan, or could have

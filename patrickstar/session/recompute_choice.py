@@ -251,9 +251,12 @@ class RecomputeChoice(NoRecomputeChoice):
         logger.info("%s", recomputation_text(choice.saved, *times))
         logger.debug("predicted seconds by rung: %s", choice.tried)
         logger.debug("of the calls: %s", step.timed.calls)
+        chosen = _Chosen(engine, step, choice.ladder, choice.rung)
+        placed = _placed(chosen)
         if choice.rung > 0:
-            self._chosen, self._stage = _Chosen(engine, step, choice.ladder, choice.rung), ChoiceStage.CHOSEN
-            self._apply(self._chosen)
+            self._chosen, self._stage = chosen, ChoiceStage.CHOSEN
+            self._save(chosen, placed.timed.activation_peak_bytes)
+        self._expect(step, placed)
 
     def _most_sent(self, step: MeasuredStep | None) -> int:
         """Most calls that may send products to the host."""
@@ -265,9 +268,9 @@ class RecomputeChoice(NoRecomputeChoice):
         """Ranks get the same times in the same step."""
         chosen, times = self._chosen, self._runtime.step_times()
         assert chosen is not None and self._limit is not None
-        rates = None if times is None else times["rates"]
-        if rates is None or rates.host_adam_params_per_second == chosen.step.rates.host_adam_params_per_second:
+        if times is None or self._runtime.num_measurements == 0:
             return
+        rates = times["rates"]
         self._stage, self._chosen = ChoiceStage.OVER, None
         if self._limit.rung != chosen.rung:  # a larger forward came, or memory ran out
             return
@@ -282,30 +285,32 @@ class RecomputeChoice(NoRecomputeChoice):
             return
         saved = chosen.ladder.saved(choice.rung)
         logger.info("%s, %.3g s as before", recomputation_text(saved, seconds, choice.tried[0]), present)
-        self._apply(dataclasses.replace(chosen, engine=engine, step=step, rung=choice.rung))
+        chosen = dataclasses.replace(chosen, engine=engine, step=step, rung=choice.rung)
+        placed = _placed(chosen)
+        self._save(chosen, placed.timed.activation_peak_bytes)
+        self._expect(step, placed)
 
-    def _apply(self, chosen: _Chosen) -> None:
-        """Lets calls save what was chosen, and places states for the step that follows."""
+    def _save(self, chosen: _Chosen, activation_peak_bytes: int) -> None:
+        """Lets calls save what was chosen."""
         step, ladder = chosen.step, chosen.ladder
         saved = ladder.saved(chosen.rung)
         self._calls.choose(saved)
         self._calls.expect_products({call.number: call.num_products for call in step.timed.calls})
-        placed = _placed(chosen)
-        timed = placed.timed
         is_quadratic = self._measurement.is_quadratic
         size = max(_size_of(shapes, is_quadratic) for shapes in self._first_shapes)
         mine = dataclasses.asdict(saved_calls(step.timed, ladder, saved, size, is_quadratic=is_quadratic))
-        agreed = self._exchange(json.dumps([timed.activation_peak_bytes, mine]), "the bytes of saved activations")
+        agreed = self._exchange(json.dumps([activation_peak_bytes, mine]), "the bytes of saved activations")
         peaks, calls = zip(*(json.loads(text) for text in agreed), strict=True)
         self._limit = SavedLimit(SavedCalls.largest_of(map(SavedCalls.from_plain, calls)), max(peaks))
-        times = None
-        if self._num_ranks == 1:  # several ranks need the same times
-            step.rates.host_adam_params_per_second /= placed.host_slowdown
-            times = {
-                "rates": step.rates, "compute_seconds": timed.seconds, "updates": placed.updates,
-                "activations": [copies.as_core() for copies in timed.copies],
-            }  # fmt: skip
-        self._runtime.expect_step(timed.accesses, times)
+
+    def _expect(self, step: MeasuredStep, placed: PlacedStep) -> None:
+        """States are placed, and the next step is planned, for the predicted one."""
+        step.rates.host_adam_params_per_second /= placed.host_slowdown
+        times = {
+            "rates": step.rates, "compute_seconds": placed.timed.seconds, "updates": placed.updates,
+            "activations": [copies.as_core() for copies in placed.timed.copies],
+        }  # fmt: skip
+        self._runtime.expect_step(placed.timed.accesses, times)
 
     def _longest(self, engine: PlacedEngine, step: MeasuredStep, ladder: Ladder, rungs: list[int]) -> list[float]:
         """Predicted seconds of each rung, of the slowest rank."""

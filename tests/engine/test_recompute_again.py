@@ -2,10 +2,16 @@ import pytest
 
 from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
+from patrickstar.planning.recomputation import SavedChoice
 from patrickstar.session import recompute_choice
 from tests.engine.test_recompute_choice import CASE
 from tests.recomputing import choose_by_fixed_times, update_slower_beside_steps
 from tests.training import assert_same, make_config, train
+
+
+def choose_nothing(ladder, num_sent, seconds_of):
+    return SavedChoice(0, {0: seconds_of(ladder, [0])[0]}, ladder)
+
 
 CONFIG = make_config("bf16", default_chunk_size=2**14, delays={"link_gbps": 1e4})
 
@@ -35,6 +41,21 @@ def test_updates_as_fast_as_measured_alone_change_nothing(monkeypatch, caplog):
     assert run.report["num_replayed_accesses"] > 0
     assert "recomputing 0 of 4" in caplog.text
     assert " s as before" not in caplog.text
+
+
+def test_a_step_that_recomputes_everything_is_planned_by_the_first_step(monkeypatch):
+    choose_by_fixed_times(monkeypatch.setattr)
+    monkeypatch.setattr(recompute_choice, "choose_saved", choose_nothing)
+    found = []
+
+    def look(engine, _):
+        runtime = engine._session.runtime
+        found.append((runtime.num_measurements, runtime.predicted_step()))
+
+    train(CASE, CONFIG | {"device_memory": "5MiB"}, 4, checkpointing=False, before_step=look)
+    assert [measurements for measurements, _ in found[:2]] == [0, 0]
+    assert found[0][1] is None
+    assert found[1][1]["seconds"] > 0
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1e-3])

@@ -320,6 +320,23 @@ def test_ranks_that_left_accesses_out_have_no_times():
     assert _C.agreed_vote([vote(), vote()])["rates"] is None
 
 
+def test_disturbances_of_either_measurement_do_not_count():
+    def measured(rate, seconds, param_pass):
+        rates = vote(rate, seconds)["rates"]
+        rates.param_pass = param_pass
+        return {"rates": rates, "compute_seconds": seconds, "updates": [], "activations": []}
+
+    for earlier, later in ((4.0, 2.0), (2.0, 4.0)):
+        found = _C.undisturbed_times(measured(earlier, [1.0, 5.0], earlier), measured(later, [3.0, 4.0], later))
+        assert found["compute_seconds"] == [1.0, 4.0]
+        assert all(getattr(found["rates"], name) == 4.0 for name in LOWER_IS_SLOWER)
+        assert found["rates"].synchronize_seconds == 2.0
+        assert found["rates"].param_pass == 4.0  # of the measurement with the faster host
+    other = _C.undisturbed_times(measured(4.0, [1.0], 1.0), measured(2.0, [3.0, 4.0], 1.0))
+    assert other["compute_seconds"] == [3.0, 4.0]
+    assert other["rates"].upload_gbps == 2.0
+
+
 def test_times_wait_for_a_rank_whose_trace_is_put_off():
     for order in ([vote(1.0, [1.0]), vote(awaits_trace=True)], [vote(awaits_trace=True), vote(1.0, [1.0])]):
         found = _C.agreed_vote(order)

@@ -1,4 +1,5 @@
 import functools
+import os
 
 import pytest
 import torch
@@ -7,19 +8,19 @@ from patrickstar.activations.activation_rules import Saved
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.models import VOCAB, gpt2, llama
-from tests.recomputing import choose_by_fixed_times, out_of_memory_once, update_slower_beside_steps
+from tests.recomputing import ALONE, choose_by_fixed_times, out_of_memory_once, update_slower_beside_steps
 from tests.training import make_config
 
 LAYERS = 4
 
 
 def train(recompute, sizes, options, levels=()):
-    """Losses, and what calls saved in each step. ``sizes``: rows and tokens by step and rank. ``levels``: what calls
-    are told to save, each another, in turn.
+    """Losses, what calls saved in each step, and what the first step predicts. ``sizes``: rows and tokens by step and
+    rank. ``levels``: what calls are told to save, each another, in turn.
     """
     choose_by_fixed_times()
     if "delays" in options:
-        update_slower_beside_steps()
+        update_slower_beside_steps(rate_alone=(ALONE, 2 * ALONE)[int(os.environ["RANK"])])
     torch.manual_seed(0)
     model = gpt2 if "sequence_parallel" in options else llama  # whose layers take their mask as a positional argument
     build = functools.partial(model, hidden=64, layers=LAYERS, length=64)
@@ -30,7 +31,7 @@ def train(recompute, sizes, options, levels=()):
         engine.module.gradient_checkpointing_enable({"use_reentrant": False})
         rank = torch.distributed.get_rank()
         generator = torch.Generator().manual_seed(0 if options else rank)
-        losses, saved = [], []
+        losses, saved, predicted = [], [], []
         for index, by_rank in enumerate(sizes):
             if levels:
                 engine._session.checkpoint_calls.choose(
@@ -43,21 +44,22 @@ def train(recompute, sizes, options, levels=()):
             optimizer.zero_grad()
             losses.append(loss.item())
             saved.append([kept.value for kept in engine._session.checkpoint_calls.saved])
-        return losses, saved
+            predicted.append(engine.report()["predicted_step_seconds"])
+        return losses, saved, predicted[0]
 
 
 def test_ranks_with_uneven_batches_choose_alike():
     sizes = [((2, 32), (1, 64)), ((2, 32), (2, 32)), ((1, 16), (2, 32)), ((2, 32), (4, 64)), ((2, 32), (2, 32))]
     always, auto = (run_ranks(2, train, recompute, sizes, {}) for recompute in ("always", "auto"))
-    assert [losses for losses, _ in auto] == [losses for losses, _ in always]
+    assert [losses for losses, *_ in auto] == [losses for losses, *_ in always]
     saved = auto[0][1]
     assert auto[1][1] == saved
     assert saved[0] == saved[1] == saved[2]
     assert Saved.NOTHING.value not in saved[0]
     assert saved[3] == saved[4] != saved[2]  # one rank's forward is twice as large as any before
     forced = run_ranks(2, train, "always", sizes, {}, tuple(Saved))
-    assert [losses for losses, _ in forced] == [losses for losses, _ in always]
-    assert all(set(saved) == {kept.value for kept in Saved} for _, by_step in forced for saved in by_step)
+    assert [losses for losses, *_ in forced] == [losses for losses, *_ in always]
+    assert all(set(saved) == {kept.value for kept in Saved} for _, by_step, _ in forced for saved in by_step)
 
 
 SHARED = {
@@ -70,7 +72,7 @@ SHARED = {
 def test_ranks_that_share_calls_choose_alike(name):
     sizes = [((2, 32), (2, 32))] * 3
     always, auto = (run_ranks(2, train, recompute, sizes, SHARED[name]) for recompute in ("always", "auto"))
-    assert [losses for losses, _ in auto] == [losses for losses, _ in always]
+    assert [losses for losses, *_ in auto] == [losses for losses, *_ in always]
     assert auto[0][1] == auto[1][1]
     assert Saved.NOTHING.value not in auto[0][1][2]
 
@@ -79,9 +81,10 @@ def test_ranks_choose_again_alike():
     sizes = [((2, 32), (2, 32))] * 8
     options = {"delays": {"link_gbps": 1e4}, "device_memory": "2MiB"}
     always, auto = (run_ranks(2, train, recompute, sizes, options) for recompute in ("always", "auto"))
-    assert [losses for losses, _ in auto] == [losses for losses, _ in always]
+    assert [losses for losses, *_ in auto] == [losses for losses, *_ in always]
     saved = auto[0][1]
     assert auto[1][1] == saved
+    assert auto[0][2] == auto[1][2] > 0  # by the slowest rank's times
     assert saved[-1].count(Saved.NOTHING.value) > saved[1].count(Saved.NOTHING.value)
 
 
