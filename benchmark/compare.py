@@ -42,7 +42,7 @@ from pathlib import Path
 from benchmark.common import SHAPES, command_line, show
 from benchmark.compare_report import Comparison, format_table
 from benchmark.plot_results import plot
-from benchmark.systems import COMPILED, SYSTEMS, Job
+from benchmark.systems import COMPILED, KERNELS, SYSTEMS, Job
 from benchmark.systems.run import run_system
 from patrickstar.command.flags import CommandParser, at_least_0, memory_size
 from patrickstar.config import Fp8Recipe, Master, Speculation, States
@@ -110,6 +110,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=COMPILED[0],
         help="what torch.compile compiles, with its defaults, in every system: each block, or the whole model",
     )
+    parser.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default=KERNELS[0],
+        help="of norms, rotary embeddings, MLPs and the loss of a Llama, in every system",
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="per run of a system")
@@ -141,6 +147,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             warmup=args.warmup,
             steps=args.steps,
             compiled=args.compile,
+            kernels=args.kernels,
             states=args.states,
             master=args.master,
         )  # fmt: skip

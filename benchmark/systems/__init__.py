@@ -21,6 +21,9 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 COMPILED = ("no", "blocks", "whole")
 """Argument of ``torch.compile``: nothing, each transformer block as in torchtitan, or the whole model in one call."""
 
+KERNELS = ("transformers", "liger")
+"""Kernels of norms, rotary embeddings, MLPs and the loss: transformers', or Liger-Kernel's (Llama only)."""
+
 LOGITS_PER_TILE = 2**28
 """For peers that compute the loss in tiles: 1 GiB in float32, as in Arctic Long Sequence Training."""
 
@@ -50,6 +53,8 @@ class Job:
     steps: int
     compiled: str = "no"
     """One of :data:`COMPILED`."""
+    kernels: str = KERNELS[0]
+    """One of :data:`KERNELS`."""
     speculation: str = "auto"
     """PatrickStar's ``optimizer.speculation``."""
     states: str = "fp32"

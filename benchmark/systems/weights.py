@@ -16,6 +16,7 @@ same values; for a tensor-parallel model it reads them by name.
 
 from __future__ import annotations
 
+import importlib
 import math
 import zlib
 
@@ -38,6 +39,8 @@ _STD = 0.02  # GPT-2's
 
 def build_job_model(job: Job) -> nn.Module:
     """The job's model on the meta device. ``torch.compile`` of the job's parts happens in its first call."""
+    if job.kernels == "liger":
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
     model = build_meta_model(job.shape)
     if job.ranks_per_batch > 1:  # a shard's shape differs from what an initialiser would draw
         attach_values(model, NamedValues(model))

@@ -219,7 +219,8 @@ class RecomputeChoice(NoRecomputeChoice):
         step, scale = None, self._runtime.next_scale(clip_ratio)
         if self._measurement.has_calls:
             step = measured_step(self._runtime, self._layout, self._rule, self._measurement, scale)
-        calls = [] if step is None else step.timed.calls
+        is_short = step is None or sum(step.timed.seconds) < _LEAST_STEP_SECONDS
+        calls = [] if step is None or is_short else step.timed.calls
         num_calls = max((call.number + 1 for call in calls), default=0)
         keeps_products = self._calls.sees_operations and not self._measurement.products_differ
         has_products = keeps_products and any(call.product_bytes for call in calls)
@@ -230,7 +231,7 @@ class RecomputeChoice(NoRecomputeChoice):
             self._stage = ChoiceStage.MEASURING
             return
         counts = {count for count, *_ in agreed}
-        if step is None or 0 in counts or len(counts) > 1 or sum(step.timed.seconds) < _LEAST_STEP_SECONDS:
+        if step is None or 0 in counts or len(counts) > 1:
             return
         budget, host_bytes, resting_tiers = self._runtime.placement_facts()
         engine = PlacedEngine(

@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from benchmark.launch import Outcome
 from benchmark.systems import SYSTEMS, Job
 from benchmark.systems.gpu_activity import longest_kernels, summarize
 from benchmark.systems.run import Run, run_system
-from benchmark.systems.weights import build_meta_model, fill_parameters
+from benchmark.systems.weights import build_job_model, build_meta_model, fill_parameters
 
 pytestmark = pytest.mark.slow
 
@@ -220,3 +222,16 @@ def test_longest_kernels():
     assert found[0] == {"name": "nvjet_tst_128x256", "seconds": 2.0, "number": 2}
     assert {one["name"] for one in found[1:3]} == {"direct_copy_kernel_cuda", "ncclDevKernel_SendRecv"}
     assert [one["name"] for one in found[3:]] == [f"k{index}" for index in range(19, 7, -1)]
+
+
+def test_liger_kernels_are_applied_before_the_model_is_built(monkeypatch):
+    applied = []
+    liger = types.ModuleType("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_llama = lambda: applied.append("llama")
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    monkeypatch.setattr("benchmark.systems.weights.build_meta_model", lambda shape: applied.append(shape))
+    job = dataclasses.replace(JOB, model="tiny-llama")
+    build_job_model(job)
+    build_job_model(dataclasses.replace(job, kernels="liger"))
+    assert applied == [job.shape, "llama", job.shape]
