@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 show(_line(rows[-1]))
         for kind in _KINDS[1:]:
             with _changed(block, kind):
-                kernels += [(kind, tokens, *kernel) for kernel in _kernels(calls[0])]
+                kernels += [(kind, tokens, *kernel) for kernel in device_kernels(calls[0])[:_SHOWN]]
         del x, calls
     return {"case": "experts", **vars(args), "rows": rows, "kernels": kernels, **provenance()}
 
@@ -114,13 +114,13 @@ def _milliseconds(call: Callable[[], None]) -> float:
     return begin.elapsed_time(end) / _TIMED
 
 
-def _kernels(call: Callable[[], None]) -> list[tuple[float, int, str]]:
-    """Milliseconds, launches and name of the kernels that take the most time."""
+def device_kernels(call: Callable[[], Any]) -> list[tuple[float, int, str]]:
+    """Milliseconds, launches and name of kernels, the longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
     events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [(event.self_device_time_total / 1e3, event.count, event.key) for event in events[:_SHOWN]]
+    return [(event.self_device_time_total / 1e3, event.count, event.key) for event in events]
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import json
 from patrickstar.command.flags import CommandParser
 
 CASES = (
-    "adam", "schemes", "experts", "overhead", "hooks", "budget", "overlap", "steps", "paths", "expert_parallel", "lend",
+    "adam", "schemes", "experts", "expert_peers", "overhead", "hooks", "budget", "overlap", "steps", "paths", "expert_parallel", "lend",
     "generation", "saves", "ablation", "advice", "sequence", "longest", "tensor2d", "optimus", "panels", "quality",
     "eight_bit", "fp8_steps", "disk", "qlora", "resize", "saved_run",
 )  # fmt: skip
