@@ -74,7 +74,7 @@ class Shape:
         return block(config).experts
 
     def flops(self, tokens: int) -> float:
-        """Of the products of forward and backward."""
+        """Floating point operations of the products of forward and backward."""
         return 18.0 * tokens * self.chosen * self.hidden * self.intermediate
 
 

@@ -8,9 +8,9 @@ import json
 from patrickstar.command.flags import CommandParser
 
 CASES = (
-    "adam", "schemes", "experts", "expert_peers", "overhead", "hooks", "budget", "overlap", "steps", "paths", "expert_parallel", "lend",
-    "generation", "saves", "ablation", "advice", "sequence", "longest", "tensor2d", "optimus", "panels", "quality",
-    "eight_bit", "fp8_steps", "disk", "qlora", "resize", "saved_run",
+    "adam", "schemes", "experts", "expert_peers", "overhead", "hooks", "budget", "overlap", "steps", "paths",
+    "expert_parallel", "lend", "generation", "saves", "ablation", "advice", "sequence", "longest", "tensor2d",
+    "optimus", "panels", "quality", "eight_bit", "fp8_steps", "disk", "qlora", "resize", "saved_run",
 )  # fmt: skip
 """Modules with ``add_arguments``, ``run`` and ``format_table``; the first line of each docstring is its help."""
 

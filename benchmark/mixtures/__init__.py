@@ -29,14 +29,14 @@ class Layer:
     chosen: torch.Tensor
     """``[tokens, experts of a token]``, int64"""
     weights: torch.Tensor
-    """As ``chosen``, of the dtype of ``hidden``."""
+    """``[tokens, experts of a token]``, of the dtype of ``hidden``"""
 
     @property
     def given(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.hidden, self.chosen, self.weights
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """What gradients are taken of."""
+        """The tensors that have gradients."""
         return {"hidden": self.hidden, "weights": self.weights, **dict(self.module.named_parameters())}
 
 
@@ -52,7 +52,7 @@ class Implementation:
     excluded: str | None = None
     """Why it computes SwiGLU without biases alone; None: it does not."""
     preferred: Callable[[Any], bool] = _any
-    """Of Triton's configurations, the few that are tried by default."""
+    """True for the few of Triton's configurations that are tried by default."""
 
 
 def find(name: str) -> Implementation | str:

@@ -24,9 +24,9 @@ def _preferred(config: Any) -> bool:
     blocks = config.kwargs
     if "BLOCK_C" in blocks:  # rows
         return blocks["BLOCK_C"] >= 1024
-    if blocks["BLOCK_SIZE_M"] == 128 and blocks["BLOCK_SIZE_K"] == 64:  # products with TMA
+    if blocks["BLOCK_SIZE_K"] == 64:  # products with TMA
         return True
-    return blocks["BLOCK_SIZE_M"] >= 64 and blocks["BLOCK_SIZE_K"] == 128 and blocks["BLOCK_SIZE_N"] == 128
+    return blocks["BLOCK_SIZE_M"] in (64, 256) and blocks["BLOCK_SIZE_K"] == blocks["BLOCK_SIZE_N"] == 128
 
 
 IMPLEMENTATION = Implementation(_forward, ("grouped_matmul", "gmm_"), "it has no kernel for biases", _preferred)

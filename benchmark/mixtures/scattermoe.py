@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from benchmark.mixtures import Implementation, Layer
 
+_MOST_ELEMENTS = 2**31 - 1
+"""Its kernels of weights' gradients count elements of rows in 32 bits, and beyond would read other memory."""
 _PACKAGE = "axolotl.integrations.kernels.libs.scattermoe_lora"
 
 
@@ -40,6 +42,8 @@ _linear = importlib.import_module(f"{_PACKAGE}.parallel_experts").parallel_linea
 
 def _forward(layer: Layer) -> torch.Tensor:
     module, num_chosen = layer.module, layer.chosen.size(1)
+    if layer.chosen.numel() * module.gate_up_proj.size(1) > _MOST_ELEMENTS:
+        raise ValueError(f"rows of more than {_MOST_ELEMENTS} elements")
     experts, order = torch.sort(layer.chosen.flatten())
     offsets = torch.bincount(experts, minlength=module.num_experts).cumsum(0)
     routing = (experts, order, offsets)
