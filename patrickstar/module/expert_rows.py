@@ -135,7 +135,9 @@ class _Combine(torch.autograd.Function):
     @differentiable_once(*_NO_SECOND_DERIVATIVE)
     def backward(ctx, grad):
         rows, weights, order, positions = ctx.saved_tensors
-        of_rows = weights.flatten()[order].float() * ctx.grad_scale
+        of_rows = weights.flatten()[order].float()
+        if ctx.grad_scale != 1:
+            of_rows = of_rows * ctx.grad_scale
         grad_rows, by_row = scale_rows(grad.contiguous(), rows, order // positions.size(1), of_rows)
         grad_weights = torch.where(positions >= 0, by_row[positions.clamp(min=0)], 0.0)
         return grad_rows, grad_weights.to(weights.dtype), None, None, None

@@ -122,7 +122,7 @@ def experts_forward(
     if in_8_bits:
         return fp8_experts.mixture(hidden_states, top_k_weights, up, self.down_proj, routing, self.fp8_recipe)
     rows = expert_rows.dispatch(hidden_states, routing.order, routing.positions)
-    rows = products(self, rows, routing.experts.clamp(max=self.num_experts - 1), routing.offsets)
+    rows = products(self, rows, routing.experts, routing.offsets)
     return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
 
 
@@ -137,10 +137,13 @@ def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offse
     Args:
         module: with the parameters of ``len(offsets)`` experts.
         rows: ``[rows, hidden size]``, by expert.
-        experts: by row: its expert; read for biases alone.
+        experts: by row: its expert; read for biases alone. Rows of other ranks' experts take the last bias.
         offsets: int32, by expert: end of its rows.
     """
     from transformers.integrations import moe
+
+    if module.has_bias:
+        experts = experts.clamp(max=len(offsets) - 1)
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
