@@ -190,6 +190,9 @@ def _row(
         return {"reason": implementation}
     if layer.module.has_bias and implementation.excluded:
         return {"reason": implementation.excluded}
+    most = implementation.most_elements
+    if most is not None and layer.chosen.numel() * 2 * _width(layer.module) > most:
+        return {"reason": f"its indices count {most} elements"}
     everything = args.tuning == "all"
     try:
         with tuned((lambda config: True) if everything else implementation.preferred):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 OURS = "fused"
-NAMES = ("fused", "grouped_mm", "liger", "moe_ops", "scattermoe")
+NAMES = ("fused", "grouped_mm", "liger", "moe_ops", "unsloth", "scattermoe")
 """Modules of this package."""
 
 
@@ -51,6 +51,8 @@ class Implementation:
     """Parts of the names of kernels that multiply by experts' weights."""
     excluded: str | None = None
     """Why it computes SwiGLU without biases alone; None: it does not."""
+    most_elements: int | None = None
+    """Elements of all rows beyond which its indices overflow and would reach other memory."""
     preferred: Callable[[Any], bool] = _any
     """True for the few of Triton's configurations that are tried by default."""
 
@@ -59,5 +61,5 @@ def find(name: str) -> Implementation | str:
     """The implementation of ``NAMES``, or why it cannot be had."""
     try:
         return importlib.import_module(f"benchmark.mixtures.{name}").IMPLEMENTATION
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"

@@ -25,4 +25,4 @@ def _preferred(config: Any) -> bool:
     return blocks["BLOCK_N"] == 128 and blocks["BLOCK_K"] == 64 and config.num_stages in (3, 4)
 
 
-IMPLEMENTATION = Implementation(_forward, ("_proj", "_moe_bwd_d"), "SwiGLU without biases alone", _preferred)
+IMPLEMENTATION = Implementation(_forward, ("_proj", "_moe_bwd_d"), "SwiGLU without biases alone", preferred=_preferred)
