@@ -191,7 +191,8 @@ def _row(
     if layer.module.has_bias and implementation.excluded:
         return {"reason": implementation.excluded}
     most = implementation.most_elements
-    if most is not None and layer.chosen.numel() * 2 * _width(layer.module) > most:
+    widest = max(2 * _width(layer.module), layer.hidden.size(1))
+    if most is not None and layer.chosen.numel() * widest > most:
         return {"reason": f"its indices count {most} elements"}
     everything = args.tuning == "all"
     try:
@@ -239,7 +240,7 @@ def _shares(call: Callable[[], Any], products: tuple[str, ...]) -> dict[str, Any
     multiply = [any(part in name for part in products) for *_, name in kernels]
     inside = sum(ms for (ms, *_), does in zip(kernels, multiply, strict=True) if does)
     outside = sum(ms for (ms, *_), does in zip(kernels, multiply, strict=True) if not does)
-    return {"products_ms": inside, "outside_ms": outside, "kernels": kernels[:12]}
+    return {"products_ms": inside, "outside_ms": outside, "kernels": kernels[:8]}
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

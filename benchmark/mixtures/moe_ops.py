@@ -29,4 +29,6 @@ def _preferred(config: Any) -> bool:
     return blocks["BLOCK_SIZE_M"] in (64, 256) and blocks["BLOCK_SIZE_K"] == blocks["BLOCK_SIZE_N"] == 128
 
 
-IMPLEMENTATION = Implementation(_forward, ("grouped_matmul", "gmm_"), "it has no kernel for biases", preferred=_preferred)
+IMPLEMENTATION = Implementation(
+    _forward, ("grouped_matmul", "gmm_"), "it has no kernel for biases", preferred=_preferred
+)

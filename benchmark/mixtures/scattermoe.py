@@ -15,7 +15,6 @@ from benchmark.mixtures.packages import pass_over
 
 _PACKAGE = "axolotl.integrations.kernels.libs.scattermoe_lora"
 
-
 pass_over(_PACKAGE)
 _linear = importlib.import_module(f"{_PACKAGE}.parallel_experts").parallel_linear
 
@@ -31,4 +30,6 @@ def _forward(layer: Layer) -> torch.Tensor:
     return _linear(gated, module.down_proj.transpose(1, 2), 1, *routing, gates=layer.weights, grouped_in=True)
 
 
-IMPLEMENTATION = Implementation(_forward, ("_scatter2scatter", "_groupXtY"), "it is given no biases here", most_elements=2**31 - 1)
+IMPLEMENTATION = Implementation(
+    _forward, ("_scatter2scatter", "_groupXtY"), "it is given no biases here", most_elements=2**31 - 1
+)
