@@ -1,3 +1,4 @@
+import importlib
 import json
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 
 from benchmark import expert_peers, mixtures, run
 from benchmark.mixtures import Implementation
+from benchmark.mixtures.packages import pass_over
 
 
 def measured(monkeypatch, capsys, *more):
@@ -56,3 +58,19 @@ def test_a_peer_is_found_or_there_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
     monkeypatch.delitem(sys.modules, "benchmark.mixtures.liger", raising=False)
     assert "liger_kernel" in mixtures.find("liger")
+
+
+def test_files_of_packages_above_are_passed_over(monkeypatch, tmp_path):
+    inner = tmp_path / "trainer_of_a_peer" / "kernels"
+    inner.mkdir(parents=True)
+    for folder in (inner.parent, inner):
+        (folder / "__init__.py").write_text("import a_package_that_is_missing")
+    (inner / "products.py").write_text("from . import blocks\nnumber = blocks.number")
+    (inner / "blocks.py").write_text("number = 128")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("", ".kernels", ".kernels.products", ".kernels.blocks"):
+        monkeypatch.delitem(sys.modules, f"trainer_of_a_peer{name}", raising=False)
+    pass_over("trainer_of_a_peer.kernels")
+    assert importlib.import_module("trainer_of_a_peer.kernels.products").number == 128
+    with pytest.raises(ModuleNotFoundError, match="another_peer"):
+        pass_over("another_peer.kernels")
