@@ -204,8 +204,8 @@ class ActivationsConfig(Section):
     """
     experts: Annotated[ExpertsComputation, HONOURED] = ExpertsComputation.FUSED
     """``"fused"``: experts that transformers computes with ``grouped_mm`` gather, gate and add up in one pass each. The
-    products are the same; gradients of tokens and routing weights are summed in float32, not in the model's dtype.
-    ``"model"``: as transformers does. Other experts are computed as they are.
+    products are the same; gradients of tokens, routing weights and biases are summed in float32, not in the model's
+    dtype. ``"model"``: as transformers does. Other experts are computed as they are.
     """
     tile_tokens: Annotated[AtLeast0, HONOURED] = 0
     """Tokens for which the MLPs and norms of a model's layers are computed at a time, with recomputation in backward;

@@ -3,6 +3,7 @@
     rows = dispatch(hidden, order, positions)         # a row for each token and chosen expert, by expert
     rows = gate(rows)                                 # SwiGLU
     out = combine(rows, weights, order, positions)    # each token's weighted sum
+    rows = rows + by_row(bias, experts, offsets)      # a value of its expert for each row
 
 ``grad_scale`` is a factor of gradients between the two. Where all ranks' tokens meet, they are those of the mean loss.
 
@@ -25,6 +26,8 @@ from patrickstar import _C
 from patrickstar.differentiation import differentiable_once
 from patrickstar.module.preprocess import DTYPES
 
+_ALIGNED = 8
+"""Elements of bfloat16 in the 16 bytes of which a line of a grouped product is a multiple."""
 _NO_SECOND_DERIVATIVE = ("fused experts", 'set activations.experts to "model"')
 
 
@@ -80,6 +83,17 @@ def gate(gate_up: Tensor) -> Tensor:
     return _Gate.apply(gate_up)
 
 
+def by_row(values: Tensor, experts: Tensor, offsets: Tensor) -> Tensor:
+    """``values[experts]``. The gradient of an expert's value is the sum of its rows' in float32.
+
+    Args:
+        values: ``[experts, width]``.
+        experts: by row, ascending; rows beyond the last offset do not count in the gradient.
+        offsets: int32, by expert: end of its rows.
+    """
+    return _ByRow.apply(values, experts, offsets)
+
+
 def combine(rows: Tensor, weights: Tensor, order: Tensor, positions: Tensor, grad_scale: float = 1.0) -> Tensor:
     """Sum over each token's experts of ``weights[token, k] * rows[positions[token, k]]``.
 
@@ -123,6 +137,19 @@ class _Gate(torch.autograd.Function):
         return swiglu_backward(gate_up.contiguous(), grad.contiguous())
 
 
+class _ByRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, experts, offsets):
+        ctx.save_for_backward(offsets)
+        return values.index_select(0, experts)
+
+    @staticmethod
+    @differentiable_once(*_NO_SECOND_DERIVATIVE)
+    def backward(ctx, grad):
+        (offsets,) = ctx.saved_tensors
+        return sum_groups(grad.contiguous(), offsets), None, None
+
+
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, order, positions, grad_scale):
@@ -152,6 +179,20 @@ def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
     return found.masked_fill((positions < 0).unsqueeze(-1), 0.0).sum(dim=1).to(rows.dtype)
 
 
+@_operator("(Tensor rows, Tensor offsets) -> Tensor")
+def sum_groups(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of the rows that end at each of ``offsets``, in float32."""
+    return _sum_groups(rows, offsets)
+
+
+def _sum_groups(rows: Tensor, offsets: Tensor) -> Tensor:
+    indices = torch.arange(rows.size(0), device=rows.device, dtype=offsets.dtype)
+    groups = torch.searchsorted(offsets, indices, right=True)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    sums = torch.zeros(offsets.numel() + 1, rows.size(1), dtype=dtype, device=rows.device)
+    return sums.index_add_(0, groups, rows.to(dtype))[:-1].to(rows.dtype)
+
+
 @_operator("(Tensor grad, Tensor rows, Tensor tokens, Tensor weights) -> (Tensor, Tensor)")
 def scale_rows(grad: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Backward of :func:`sum_rows` by row: gradients of rows, and of ``weights`` (float32)."""
@@ -177,6 +218,11 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
 @sum_rows.register_fake
 def _(rows, positions, weights):
     return rows.new_empty(positions.size(0), rows.size(-1))
+
+
+@sum_groups.register_fake
+def _(rows, offsets):
+    return rows.new_empty(offsets.numel(), rows.size(1))
 
 
 @scale_rows.register_fake
@@ -211,6 +257,15 @@ def _(rows, positions, weights):
             num_chosen, rows.size(-1), _stream(rows),
         )  # fmt: skip
     return out
+
+
+@sum_groups.register_kernel("cuda")
+def _(rows, offsets):
+    in_products = hasattr(functional, "grouped_mm") and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    if rows.dtype is not torch.bfloat16 or rows.size(1) % _ALIGNED or not in_products:
+        return _sum_groups(rows, offsets)
+    ones = rows.new_ones(rows.size(0), _ALIGNED)
+    return functional.grouped_mm(ones.t(), rows, offs=offsets)[:, 0].contiguous()
 
 
 @scale_rows.register_kernel("cuda")

@@ -6,7 +6,7 @@
 transformers' ``grouped_mm`` sorts tokens by expert and multiplies each group. Between the products it gathers, scales,
 restores the order and adds up in separate passes, which take two thirds of the time. The same products are computed
 here with one pass each for gathering, gating and the weighted sum. On a GPU the forward has the bits of ``grouped_mm``.
-Gradients of tokens and of routing weights are summed in float32, those of ``grouped_mm`` in the model's dtype.
+Gradients of tokens, routing weights and biases are summed in float32, those of ``grouped_mm`` in the model's dtype.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offse
         experts = experts.clamp(max=len(offsets) - 1)
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
-        bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
+        bias = None
+        if module.has_bias:
+            bias = expert_rows.by_row(getattr(module, f"{name}_bias"), experts, offsets)
         weight = getattr(module, name)
         return moe._grouped_linear(rows, weight, offs=offsets, bias=bias, is_transposed=module.is_transposed)
 

@@ -78,6 +78,7 @@ def test_kernels_equal_pytorch(dtype, width):
         ((rows, routing.positions, weights.to(dtype)), expert_rows.sum_rows),
         ((rows, routing.positions, None), expert_rows.sum_rows),
         ((grad, rows, routing.order // 3, weights.flatten()), expert_rows.scale_rows),
+        ((rows, routing.offsets), expert_rows.sum_groups),
         ((gate_up,), expert_rows.swiglu),
         ((gate_up, rows), expert_rows.swiglu_backward),
     ]:

@@ -136,6 +136,22 @@ def test_the_gate_is_swiglu():
     assert expert_rows.gate(rows).equal(torch.nn.functional.silu(half) * up)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_experts_values_are_sums_over_their_rows(dtype):
+    """An expert without rows has none, and rows of other ranks' experts may hold anything."""
+    generator = torch.Generator().manual_seed(0)
+    experts, offsets = torch.tensor([0] * 600 + [2] * 3 + [2] * 2), torch.tensor([600, 600, 603], dtype=torch.int32)
+    values = torch.randn(3, 8, generator=generator).to(dtype).requires_grad_()
+    rows = expert_rows.by_row(values, experts, offsets)
+    assert rows.equal(values[experts])
+    direction = torch.rand(rows.shape, generator=generator).to(dtype)
+    direction[603:] = torch.nan
+    (found,) = torch.autograd.grad(rows, values, direction)
+    wanted = torch.stack([direction[:600].double().sum(0), torch.zeros(8), direction[600:603].double().sum(0)])
+    torch.testing.assert_close(found, wanted.to(dtype))
+    torch.library.opcheck(expert_rows.sum_groups, (direction, offsets))
+
+
 def test_second_derivatives_are_refused():
     """PyTorch's once_differentiable would give a gradient without a graph: that of the sum depends on nothing."""
     rows = torch.randn(5, 12).requires_grad_()
