@@ -15,7 +15,7 @@ namespace {
 
 constexpr double kPredictionCaution = 1.5;
 // Share of its own time by which a transfer beside compute lengthens the step: 8 B with 18 to 40 GB more took 3 to 7 %
-// longer, 14 to 16 % of the time of these transfers (benchmark/results/h200-moved-bytes.txt).
+// longer, 12 to 17 % of the time of these transfers (benchmark/results/h200-moved-bytes.txt).
 constexpr double kHiddenTransferCost = 0.15;
 
 int64_t largest_fetch_bytes(const PlanProblem& problem) {
