@@ -218,6 +218,7 @@ SHAPES: dict[str, GptShape | LlamaShape | MixtureShape] = {
     # Llama-3.1-70B
     "llama-70b": LlamaShape(8192, 80, 64, 8, 28672, 128256, 4096, checkpointing=True),
 }
+LLAMAS = [name for name, shape in SHAPES.items() if isinstance(shape, LlamaShape)]
 
 
 def token_batch(shape: Shape, batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
