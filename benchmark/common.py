@@ -218,6 +218,7 @@ SHAPES: dict[str, GptShape | LlamaShape | MixtureShape] = {
     # Llama-3.1-70B
     "llama-70b": LlamaShape(8192, 80, 64, 8, 28672, 128256, 4096, checkpointing=True),
 }
+LLAMAS = [name for name, shape in SHAPES.items() if isinstance(shape, LlamaShape)]
 
 
 def token_batch(shape: Shape, batch: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -263,13 +264,13 @@ def synchronize() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def provenance(command: str | None = None) -> dict[str, Any]:
-    """Hardware, versions, command (default: this process's) and commit. Opens the GPU if there is one.
+def provenance() -> dict[str, Any]:
+    """Hardware, versions, this process's command and commit. Opens the GPU if there is one.
 
     ``PATRICKSTAR_COMMIT`` names the commit where there is no git.
     """
     return {
-        "command": command or command_line("benchmark.run"),
+        "command": command_line("benchmark.run"),
         "commit": os.environ.get("PATRICKSTAR_COMMIT") or _commit(), "cpu": _cpu_model(),
         "num_cpus": _C.num_available_cpus(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

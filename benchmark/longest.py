@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmark.common import SHAPES, LlamaShape, gib, in_fresh_process, model_flops, provenance, show, table
+from benchmark.common import LLAMAS, gib, in_fresh_process, model_flops, provenance, show, table
 from benchmark.launch import Outcome
 from benchmark.systems import LONG_SYSTEMS, Job
 from benchmark.systems.run import Run, run_system
@@ -36,11 +36,10 @@ _CLIPPING = 1.0
 TRAINED, DEVICE, HOST, TIME, FAILED = "trained", "out of device memory", "out of host memory", "time limit", "failed"
 MEMORY = "out of memory"
 """CUDA reports no more than that, also for pinned memory of the host."""
-_MODELS = [name for name, shape in SHAPES.items() if isinstance(shape, LlamaShape)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=_MODELS, default="llama-8b")
+    parser.add_argument("--model", choices=LLAMAS, default="llama-8b")
     parser.add_argument("--systems", nargs="+", choices=LONG_SYSTEMS, default=list(LONG_SYSTEMS), metavar="NAME")
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[65536, 131072, 262144], help="tokens of the sequence"

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmark.common import GptShape, provenance, synchronize, token_batch
+from benchmark.systems import ADAMW
 from patrickstar.runtime import initialize_engine
 
-ADAM = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 GOAL = 1.05
 
 
@@ -42,7 +42,7 @@ def _plain(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
     if args.precision == "bf16":
         masters = [torch.nn.Parameter(p.detach().clone()) for p in masters]
         model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(masters, fused=True, **ADAM)
+    optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
 
     def step(data: dict) -> None:
         optimizer.zero_grad()
@@ -60,7 +60,7 @@ def _plain(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
 
 
 def _ours(shape: GptShape, args: argparse.Namespace) -> Callable[[dict], None]:
-    config = {"optimizer": {"type": "AdamW", "params": ADAM}, "bf16": {"enabled": args.precision == "bf16"}}
+    config = {"optimizer": {"type": "AdamW", "params": ADAMW}, "bf16": {"enabled": args.precision == "bf16"}}
     engine, optimizer = initialize_engine(lambda: shape.build(), 0, config | {"steps_per_print": 0})
     engine.train()
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmark.common import SHAPES, LlamaShape, gib, in_fresh_process, provenance, show, synchronize, table
+from benchmark.common import LLAMAS, SHAPES, LlamaShape, gib, in_fresh_process, provenance, show, synchronize, table
 from patrickstar import _C
 
 GOAL = 1.3
@@ -40,12 +40,11 @@ _REPORTED = (
     "chunk_numel", "num_device_state_chunks", "num_device_quantized_chunks", "num_evictions",
     "num_pressure_evictions", "num_prefetch_hits", "num_on_demand_fetches", "offloaded_bytes",
 )  # fmt: skip
-_LLAMAS = [name for name, shape in SHAPES.items() if isinstance(shape, LlamaShape)]
 _BUDGET, _RESIDENT = "budget", "resident"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=_LLAMAS, default="llama-70b")
+    parser.add_argument("--shape", choices=LLAMAS, default="llama-70b")
     parser.add_argument("--layers", type=int, metavar="N", help="only so many of its layers")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per step")

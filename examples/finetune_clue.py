@@ -27,11 +27,12 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from patrickstar.checkpoint import latest_tag
 from patrickstar.command.flags import UsageError
 from patrickstar.finetune import flags, training
-from patrickstar.finetune.batches import IGNORED, Batch, num_rows, unigram_score
+from patrickstar.finetune.batches import Batch, num_rows, unigram_score
 from patrickstar.finetune.ranks import Ranks, joined_ranks
 from patrickstar.finetune.reporting import print_run, save_curves
 from patrickstar.finetune.tasks import Output, Task
 from patrickstar.finetune.usage import run_command, shown_path
+from patrickstar.sequence.sharded_labels import IGNORED
 
 WHERE_CLUE_IS = """--data is missing: give a folder with the JSON lines of a CLUE classification task.
 CLUE is had from https://github.com/CLUEbenchmark: TNEWS, IFLYTEK, AFQMC and others from its repository CLUE

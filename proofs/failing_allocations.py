@@ -163,19 +163,19 @@ class Kinds(enum.IntFlag):
 
 
 class Failing:
-    """Makes one allocation fail within a block, ``stride`` further each time, until there are no more. With ``and_on``
-    all later ones of the block fail too.
+    """Makes one allocation fail within a block, the next one each time, until there are no more. With ``and_on`` all
+    later ones of the block fail too.
     """
 
-    def __init__(self, calls, *, kinds: Kinds = Kinds.NEW, and_on: bool = False, stride: int = 1, first: int = 1):
+    def __init__(self, calls, *, kinds: Kinds = Kinds.NEW, and_on: bool = False):
         self._process = ctypes.CDLL(None)
         self._process.fail_for.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t]
         self._process.fail_nth.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int]
         self._process.stop_failing.restype = ctypes.c_int64
         self._process.fail_for(0, *_code_of(_C.__file__))
         self._process.fail_for(1, *_code_of(str(Path(torch.__file__).parent / "lib" / "libc10.so")))
-        self._kinds, self._and_on, self._stride = kinds, and_on, stride
-        self._next = dict.fromkeys(calls, first)
+        self._kinds, self._and_on = kinds, and_on
+        self._next = dict.fromkeys(calls, 1)
         self._what = ""
         self.num_failed = 0
 
@@ -206,7 +206,7 @@ class Failing:
             if num_asked < self._next[self._what]:
                 del self._next[self._what]
             else:
-                self._next[self._what] += self._stride
+                self._next[self._what] += 1
                 self.num_failed += 1
 
 

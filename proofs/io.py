@@ -79,9 +79,9 @@ def check_saving_error(error: Exception, fault: Fault, target: Path) -> str | No
 class Saves:
     """A folder with one checkpoint, and an engine that saves another one there."""
 
-    def __init__(self, work: Path, tag: str, options: dict[str, Any] | None = None):
+    def __init__(self, work: Path, tag: str):
         self.path, self._template, self.tag = work / "saves", work / "template", tag
-        self.run = Run(options)
+        self.run = Run()
         self.run.steps(0, 1)
         self.run.engine.save_checkpoint(self._template, tag="old")
         self.run.steps(1, FIRST_STEPS)

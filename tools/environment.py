@@ -137,15 +137,15 @@ def beside(python: str, name: str) -> str:
     return own
 
 
-def torch_requirement(version: str | None = None) -> list[str]:
-    """Returns pip's requirement: this version; by default the newest with an NVIDIA driver, else TORCH without CUDA.
+def torch_requirement() -> list[str]:
+    """Returns pip's requirement: the newest PyTorch with an NVIDIA driver, else TORCH without CUDA.
 
     If PyTorch's own index cannot be reached, pip's configuration decides: a folder of wheels or a mirror may have the
     CPU build. PyPI has only the CUDA build, which is larger but usable.
     """
     if has_nvidia_driver():
-        return [f"torch=={version}" if version else "torch"]
-    requirement = f"torch=={version or TORCH}"
+        return ["torch"]
+    requirement = f"torch=={TORCH}"
     with contextlib.suppress(OSError):
         urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=10).close()
         return [requirement, "--index-url", CPU_INDEX]

@@ -176,12 +176,6 @@ void register_course(RuntimeClass& runtime) {
       .def("abort_forward", bound<Call::kAbort>(&abort_forward))
       .def("begin_backward", bound<Call::kBeginBackward>(&begin_backward),
            nb::arg("expected_groups") = std::vector<GroupOptions>{}, nb::arg("expected_grad_scale") = 1.0)
-      .def(
-          "accumulate_gradient",
-          [](Runtime& self, ParamId param, uintptr_t data) {
-            self.accumulate_gradient(param, reinterpret_cast<const void*>(data));
-          },
-          ReleaseGil())
       .def("end_backward", bound<Call::kEndBackward>(&end_backward))
       .def("keep_joint_backward", bound<Call::kDevice>(&keep_joint_backward))
       .def("abort_backward", bound<Call::kAbort>(&abort_backward))

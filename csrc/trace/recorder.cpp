@@ -68,13 +68,11 @@ void Recorder::finish_step() {
                                     [](const ActivationCopies& copies) { return copies.leaving_bytes > 0; });
   last_copies_ = any_left ? std::move(copies_) : std::vector<ActivationCopies>();
   copies_.clear();
-  has_last_ = true;
 }
 
 void Recorder::set_last(Timeline timeline) {
   last_ = std::move(timeline);
   last_copies_.clear();
-  has_last_ = true;
 }
 
 void Recorder::abandon_step() {

@@ -43,7 +43,6 @@ class Recorder {
 
   // Activation copies of last(), by access; empty if nothing was offloaded.
   const std::vector<ActivationCopies>& last_copies() const { return last_copies_; }
-  bool has_last() const { return has_last_; }
   const Timeline& last() const { return last_; }
   const Timeline& running() const { return running_; }
   // Index of the running access; -1 before the first.
@@ -57,7 +56,6 @@ class Recorder {
   size_t forward_begin_ = 0;              // number of accesses before the running forward
   Timeline last_;
   std::vector<ActivationCopies> last_copies_;
-  bool has_last_ = false;
 };
 
 // Next use of each array, by the last complete timeline.

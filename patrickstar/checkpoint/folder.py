@@ -31,7 +31,7 @@ logger = logging.getLogger("patrickstar")
 LATEST = "latest"
 _SAVING = ".saving-"
 _MAX_TAG_BYTES = 200
-_MAX_LATEST_BYTES = 4096
+MAX_LATEST_BYTES = 4096
 
 
 def check_tag(tag: str) -> str:
@@ -58,7 +58,7 @@ def latest_tag(directory: str | os.PathLike[str]) -> str | None:
     """
     path = Path(directory) / LATEST
     try:
-        data = read_small_file(path, _MAX_LATEST_BYTES)
+        data = read_small_file(path, MAX_LATEST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -224,7 +224,7 @@ class NewFolder:
         """Points ``latest`` to the new checkpoint."""
         latest, data = self._target.parent / LATEST, latest_bytes(self._target.name)
         with contextlib.suppress(OSError):
-            if read_small_file(latest, _MAX_LATEST_BYTES) == data:
+            if read_small_file(latest, MAX_LATEST_BYTES) == data:
                 return  # unchanged: works on a full disk too
         try:
             replace_file(self.disk, latest, data, self._new_latest)

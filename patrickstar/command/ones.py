@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from patrickstar.command.flags import CommandParser, at_least_1, not_negative, positive, run_reporting
+from patrickstar.command.flags import CommandParser, at_least_0, at_least_1, not_negative, positive, run_reporting
 from patrickstar.command.ones_cluster import add_cluster_commands
 from patrickstar.ones import (
     MIXES,
@@ -71,7 +71,7 @@ def _make_parser(prog: str) -> CommandParser:
 
     writing = commands.add_parser("trace", help="write a generated or a public trace as JSON lines")
     writing.add_argument("file", type=Path, help="what to write")
-    writing.add_argument("--seed", type=_seed, default=0, help="of the trace")
+    writing.add_argument("--seed", type=at_least_0, default=0, help="of the trace")
     _add_mix(writing)
     writing.add_argument("--public", type=Path, metavar="LOG", help="arrivals, GPUs and lengths of a public trace")
     writing.add_argument(
@@ -120,12 +120,6 @@ def _seeds(text: str) -> tuple[int, ...]:
     if not found:
         raise argparse.ArgumentTypeError(f"it is {text!r}, which is no seed; give at least one")
     return tuple(found)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number of at least 0")
-    return int(text)
 
 
 def _generated(options: argparse.Namespace, seed: int) -> tuple[TraceJob, ...]:

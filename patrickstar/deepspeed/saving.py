@@ -12,7 +12,7 @@ import torch
 
 from patrickstar.checkpoint import latest_tag
 from patrickstar.checkpoint.foreign import find_foreign
-from patrickstar.checkpoint.runs.universal import DEEPSPEED_COUNTS
+from patrickstar.checkpoint.runs.universal import COUNT_KEYS, DEEPSPEED_COUNTS
 from patrickstar.checkpoint.writer import Latest, SaveOptions
 from patrickstar.deepspeed.accumulation import Accumulation
 from patrickstar.deepspeed.weights_file import read_16bit_weights, save_16bit_weights
@@ -24,8 +24,6 @@ from patrickstar.state.rank_peers import RankPeers
 from patrickstar.state.save_load import Scheduler, load_session, save_session
 
 logger = logging.getLogger("patrickstar")
-
-_COUNTS = ("global_steps", "global_samples", "skipped_steps")  # keys of DeepSpeed's, beside the user's
 
 
 class SavingEngine(Engine):
@@ -139,7 +137,7 @@ class SavingEngine(Engine):
             self._accumulation.forget_step()
             own = client_state.pop(DEEPSPEED_COUNTS, {})
             is_foreign = find_foreign(path) is not None
-            theirs = {key: client_state.pop(key) for key in _COUNTS if is_foreign and key in client_state}
+            theirs = {key: client_state.pop(key) for key in COUNT_KEYS if is_foreign and key in client_state}
             if part is not Part.MODULE:
                 self._set_own_state(own)
                 for key, count in theirs.items():

@@ -11,9 +11,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from patrickstar.finetune.ranks import Ranks
-
-IGNORED = -100
-"""The label that transformers leaves out of a loss."""
+from patrickstar.sequence.sharded_labels import IGNORED
 
 Batch = dict[str, torch.Tensor]
 """Tensors whose first dimension is the example, by the model's argument names."""

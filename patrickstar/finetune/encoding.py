@@ -17,8 +17,9 @@ import torch
 from jinja2 import TemplateError
 
 from patrickstar.command.flags import UsageError
-from patrickstar.finetune.batches import IGNORED, Batch
+from patrickstar.finetune.batches import Batch
 from patrickstar.finetune.conversations import Conversation
+from patrickstar.sequence.sharded_labels import IGNORED
 
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}"

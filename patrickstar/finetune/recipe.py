@@ -19,13 +19,13 @@ def decay_groups(weight_decay: float) -> Callable[[nn.Module], list[dict]]:
     return groups
 
 
-def warmup_then_cosine(warmup_steps: int, num_steps: int, least: float = 0.0) -> Callable[[int], float]:
-    """The learning rate's factor by step, for ``LambdaLR``: up in a line, down along a cosine to ``least``."""
+def warmup_then_cosine(warmup_steps: int, num_steps: int) -> Callable[[int], float]:
+    """The learning rate's factor by step, for ``LambdaLR``: up in a line, down along a cosine to 0."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps
         progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-        return least + (1.0 - least) * (0.5 + 0.5 * math.cos(math.pi * progress))
+        return 0.5 + 0.5 * math.cos(math.pi * progress)
 
     return factor

@@ -24,7 +24,7 @@ def is_adapted(module: nn.Module) -> bool:
 def adapter_modules(layer: nn.Module) -> list[nn.Module]:
     """Submodules that the adapter adds to ``base_layer``, children before parents."""
     base = set(layer.base_layer.modules())
-    return [module for module in _post_order(layer) if module not in base]
+    return [module for module in post_order(layer) if module not in base]
 
 
 def adapted_layers(module: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -109,5 +109,6 @@ def _without_values(root: nn.Module, layer: nn.Module, what: str) -> ValueError:
     )
 
 
-def _post_order(module: nn.Module) -> list[nn.Module]:
-    return [*(inner for child in module.children() for inner in _post_order(child)), module]
+def post_order(module: nn.Module) -> list[nn.Module]:
+    """The submodules of ``module``, children first, and ``module`` itself."""
+    return [*(inner for child in module.children() for inner in post_order(child)), module]

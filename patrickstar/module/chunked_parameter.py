@@ -25,7 +25,6 @@ _DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 _GRAD_GET = torch.Tensor.grad.__get__
 _GRAD_SET = torch.Tensor.grad.__set__
 _DATA_GET = torch.Tensor.data.__get__
-_DATA_SET = torch.Tensor.data.__set__
 
 
 def _names_of(attributes: Iterable[str]) -> set[Callable[..., Any]]:

@@ -30,6 +30,7 @@ from patrickstar.module.adapters import (
     copies_of_tensors,
     draw_values,
     is_adapted,
+    post_order,
 )
 from patrickstar.module.compiled.dynamo import is_wrapper
 
@@ -256,7 +257,7 @@ def _split(module: nn.Module, max_bytes: int) -> Iterator[list[nn.Module]]:
     num_bytes = sum(param.numel() * param.element_size() for param in module.parameters())
     children = list(module.children())
     if num_bytes <= max_bytes or not children:
-        yield _post_order(module)
+        yield post_order(module)
         return
     if is_adapted(module):  # adapters of one layer are initialised together
         yield from _split(module.base_layer, max_bytes)
@@ -265,10 +266,6 @@ def _split(module: nn.Module, max_bytes: int) -> Iterator[list[nn.Module]]:
     for child in children:
         yield from _split(child, max_bytes)
     yield [module]
-
-
-def _post_order(module: nn.Module) -> list[nn.Module]:
-    return [*(inner for child in module.children() for inner in _post_order(child)), module]
 
 
 def _pretrained_ancestors(

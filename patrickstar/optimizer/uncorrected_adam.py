@@ -4,13 +4,14 @@ own optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from patrickstar.optimizer.param_steps import ParamSteps
 
-class _WithoutCorrection(torch.optim.Optimizer):
+
+class _WithoutCorrection(ParamSteps):
     """Replaces ``step`` of a PyTorch optimizer that follows in the bases; the states are the same."""
 
     def __init__(self, params: Any, **options: Any):
@@ -18,19 +19,6 @@ class _WithoutCorrection(torch.optim.Optimizer):
         self.defaults["bias_correction"] = False  # DeepSpeed's name
         for group in self.param_groups:
             group["bias_correction"] = False
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Updates the parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, group)
-        return loss
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]

@@ -72,11 +72,6 @@ class RankGroups:
         """True if this process is a fork of the one that opened the groups and owns their connections."""
         return os.getpid() != self._process
 
-    @property
-    def has_collectives(self) -> bool:
-        """True once ``gather`` and ``scatter`` are open."""
-        return self._has_collectives
-
     def open_collectives(self) -> None:
         """Opens ``gather`` and ``scatter`` if necessary. All ranks of these groups must call it at the same point."""
         if self._has_collectives:

@@ -187,7 +187,7 @@ def attend(found: Partial, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
     """
     for piece, kernel in _pieces(q, v, block, rule):
         columns = (part[:, :, piece.columns] for part in (k, v))
-        found.add(piece.rows, *KERNELS[kernel].forward(q[:, :, piece.rows], *columns, _scoring(q, piece, kernel, rule)))
+        found.add(piece.rows, *KERNELS[kernel].forward(q[:, :, piece.rows], *columns, _scoring(q, piece, rule)))
 
 
 def attend_backward(
@@ -211,7 +211,7 @@ def attend_backward(
     for piece, kernel in _pieces(q, v, block, rule):
         of_queries = (part[:, :, piece.rows] for part in (grad, *whole, q))
         of_keys = (part[:, :, piece.columns] for part in (k, v))
-        found = KERNELS[kernel].backward(*of_queries, *of_keys, _scoring(q, piece, kernel, rule))
+        found = KERNELS[kernel].backward(*of_queries, *of_keys, _scoring(q, piece, rule))
         for total, places, part in zip(totals, (piece.rows, piece.columns, piece.columns), found, strict=True):
             total.add(places, part)
 
@@ -301,7 +301,7 @@ def _tiles(block: Block, num_rows: int, num_columns: int) -> Iterator[Block]:
             yield block.part(slice(row, min(row + num_rows, queries)), slice(column, min(column + num_columns, keys)))
 
 
-def _scoring(q: torch.Tensor, piece: Block, kernel: Kernel, rule: Rule) -> Scoring:
+def _scoring(q: torch.Tensor, piece: Block, rule: Rule) -> Scoring:
     mask = piece.masking.mask(*piece.at, q.device) if piece.cover is Cover.SOME else None
     factors = None
     if rule.dropout is not None:

@@ -11,6 +11,7 @@ from torch import nn
 from patrickstar.sequence.division import Division
 
 IGNORED = -100
+"""The label that transformers leaves out of a loss."""
 _SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
 _TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 _SEQUENCE_LOSS = "ForSequenceClassification"

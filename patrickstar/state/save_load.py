@@ -17,7 +17,7 @@ from patrickstar import _C
 from patrickstar.checkpoint.blocks import KEY as BLOCKS
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.foreign import ForeignCheckpoint, Receiver, open_checkpoint
-from patrickstar.checkpoint.peers import Peers, phase
+from patrickstar.checkpoint.peers import phase
 from patrickstar.checkpoint.reader import Checkpoint
 from patrickstar.checkpoint.rng import set_rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS
@@ -108,7 +108,6 @@ def load_session(
     directory: str | os.PathLike[str],
     tag: str | None,
     lr_scheduler: Scheduler | None,
-    peers: Peers | None = None,
     options: LoadOptions | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """See ``Engine.load_checkpoint``; ``options``: None for everything."""
@@ -118,7 +117,7 @@ def load_session(
     if not drops_step:
         check_between_steps(session, "load_checkpoint")
     session.saves.finish()
-    peers = peers or RankPeers(session.ranks.control)
+    peers = RankPeers(session.ranks.control)
     sink = make_sink(session, options.part)
     with contextlib.ExitStack() as held:
         with phase(peers, "no checkpoint was loaded"):

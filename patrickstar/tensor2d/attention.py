@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import torch
 from torch import nn
 
@@ -14,33 +17,35 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class Heads(nn.Module):
-    """Attention of this rank's heads. One layer computes their queries, keys and values.
-
-    Args:
-        qkv: [..., h'] -> [..., (heads + 2 key_heads) head_dim]: queries, keys and values, concatenated.
-        heads: heads of this rank (:func:`heads_here`).
-        key_heads: key/value heads of this rank.
-        head_dim: features of each head.
-        is_causal: without a mask, a query sees no later keys.
-        scale: factor of scores; None: 1 / sqrt(head_dim).
-        dropout: probability of dropout in training. Each rank draws for its own heads: seed ranks differently.
+    """Attention of one rank's heads; one layer computes their queries, keys and values. A subclass names the layer and
+    the dimension of the mesh that shards heads.
     """
+
+    _layer: ClassVar[Callable[..., nn.Module]]
+    _cut: ClassVar[Cut]
 
     def __init__(
         self,
-        qkv: nn.Module,
+        features: int,
         heads: int,
-        key_heads: int,
-        head_dim: int,
+        group: MeshGroup,
         *,
+        key_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
         is_causal: bool = True,
         scale: float | None = None,
         dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+        device: object = None,
     ):
         super().__init__()
-        self.heads, self.key_heads, self.head_dim = heads, key_heads, head_dim
+        key_heads = heads if key_heads is None else key_heads
+        self.heads, self.key_heads = heads_here(heads, key_heads, group.place, self._cut)
+        self.head_dim = features // heads if head_dim is None else head_dim
         self.is_causal, self.scale, self.dropout = is_causal, scale, dropout
-        self.qkv = qkv
+        parts = qkv_parts(heads, key_heads, self.head_dim)
+        self.qkv = self._layer(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
 
     def forward(
         self, hidden: torch.Tensor, mask: torch.Tensor | None = None, rotary: Rotary | None = None
@@ -71,11 +76,45 @@ class Heads(nn.Module):
 
 
 class Attention(nn.Module):
-    """:class:`Heads` and the output layer."""
+    """:class:`Heads` and an output layer, of the classes that a subclass names."""
 
-    def __init__(self, attend: Heads, out: nn.Module):
+    _heads: ClassVar[type[Heads]]
+    _out_layer: ClassVar[Callable[..., nn.Module]]
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        group: MeshGroup,
+        *,
+        key_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        is_causal: bool = True,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
         super().__init__()
-        self.attend, self.out = attend, out
+        self.attend = self._heads(
+            features,
+            heads,
+            group,
+            key_heads=key_heads,
+            head_dim=head_dim,
+            bias=bias,
+            is_causal=is_causal,
+            scale=scale,
+            dropout=dropout,
+            dtype=dtype,
+            device=device,
+        )
+        out_bias = bias if out_bias is None else out_bias
+        self.out = self._out_layer(
+            heads * self.attend.head_dim, features, group, bias=out_bias, dtype=dtype, device=device
+        )
 
     def forward(
         self, hidden: torch.Tensor, mask: torch.Tensor | None = None, rotary: Rotary | None = None
@@ -94,9 +133,9 @@ class Heads2D(Heads):
         key_heads: key/value heads, which divide ``heads`` and are divided by columns; None: as many as heads.
         head_dim: None: h / heads.
         bias: queries, keys and values have one.
-        is_causal: as in :class:`Heads`, like ``scale`` and ``dropout``.
-        scale: factor of scores.
-        dropout: probability of dropout.
+        is_causal: without a mask, a query sees no later keys.
+        scale: factor of scores; None: 1 / sqrt(head_dim).
+        dropout: probability of dropout in training. Each rank draws for its own heads: seed ranks differently.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -104,27 +143,8 @@ class Heads2D(Heads):
         ValueError: heads, key heads and columns do not fit.
     """
 
-    def __init__(
-        self,
-        features: int,
-        heads: int,
-        group: MeshGroup,
-        *,
-        key_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = True,
-        is_causal: bool = True,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        dtype: torch.dtype | None = None,
-        device: object = None,
-    ):
-        key_heads = heads if key_heads is None else key_heads
-        head_dim = features // heads if head_dim is None else head_dim
-        here = heads_here(heads, key_heads, group.place, "columns")
-        parts = qkv_parts(heads, key_heads, head_dim)
-        qkv = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
-        super().__init__(qkv, *here, head_dim, is_causal=is_causal, scale=scale, dropout=dropout)
+    _layer = Linear2D
+    _cut = "columns"
 
 
 class Attention2D(Attention):
@@ -132,38 +152,8 @@ class Attention2D(Attention):
     and ``out_bias`` (None: as ``bias``).
     """
 
-    def __init__(
-        self,
-        features: int,
-        heads: int,
-        group: MeshGroup,
-        *,
-        key_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = True,
-        out_bias: bool | None = None,
-        is_causal: bool = True,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        dtype: torch.dtype | None = None,
-        device: object = None,
-    ):
-        attend = Heads2D(
-            features,
-            heads,
-            group,
-            key_heads=key_heads,
-            head_dim=head_dim,
-            bias=bias,
-            is_causal=is_causal,
-            scale=scale,
-            dropout=dropout,
-            dtype=dtype,
-            device=device,
-        )
-        out_bias = bias if out_bias is None else out_bias
-        out = Linear2D(heads * attend.head_dim, features, group, bias=out_bias, dtype=dtype, device=device)
-        super().__init__(attend, out)
+    _heads = Heads2D
+    _out_layer = Linear2D
 
 
 def heads_here(heads: int, key_heads: int, place: MeshPlace, by: Cut, what: str = "attention") -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -14,11 +15,26 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FeedForward(nn.Module):
-    """``down(activation(up(x)))`` of any layers."""
+    """``down(activation(up(x)))``. A subclass names its two linear layers."""
 
-    def __init__(self, up: nn.Module, down: nn.Module, activation: Activation):
+    _up_layer: ClassVar[Callable[..., nn.Module]]
+    _down_layer: ClassVar[Callable[..., nn.Module]]
+
+    def __init__(
+        self,
+        features: int,
+        intermediate: int,
+        group: MeshGroup,
+        *,
+        activation: Activation = nn.functional.gelu,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
         super().__init__()
-        self.activation, self.up, self.down = activation, up, down
+        self.activation = activation
+        self.up = self._up_layer(features, intermediate, group, bias=bias, dtype=dtype, device=device)
+        self.down = self._down_layer(intermediate, features, group, bias=bias, dtype=dtype, device=device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape and dtype are unchanged."""
@@ -26,11 +42,29 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """``down(activation(gate(x)) * up(x))`` of any layers; ``gate_up`` computes both, concatenated."""
+    """``down(activation(gate(x)) * up(x))``; one layer computes gate and up, concatenated. A subclass names its two
+    linear layers.
+    """
 
-    def __init__(self, gate_up: nn.Module, down: nn.Module, activation: Activation):
+    _up_layer: ClassVar[Callable[..., nn.Module]]
+    _down_layer: ClassVar[Callable[..., nn.Module]]
+
+    def __init__(
+        self,
+        features: int,
+        intermediate: int,
+        group: MeshGroup,
+        *,
+        activation: Activation = nn.functional.silu,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: object = None,
+    ):
         super().__init__()
-        self.activation, self.gate_up, self.down = activation, gate_up, down
+        self.activation = activation
+        parts = (intermediate, intermediate)
+        self.gate_up = self._up_layer(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
+        self.down = self._down_layer(intermediate, features, group, bias=bias, dtype=dtype, device=device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape and dtype are unchanged."""
@@ -51,20 +85,7 @@ class MLP2D(FeedForward):
         device: of the parameters.
     """
 
-    def __init__(
-        self,
-        features: int,
-        intermediate: int,
-        group: MeshGroup,
-        *,
-        activation: Activation = nn.functional.gelu,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: object = None,
-    ):
-        up = Linear2D(features, intermediate, group, bias=bias, dtype=dtype, device=device)
-        down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
-        super().__init__(up, down, activation)
+    _up_layer = _down_layer = Linear2D
 
 
 class GatedMLP2D(GatedFeedForward):
@@ -72,18 +93,4 @@ class GatedMLP2D(GatedFeedForward):
     :class:`MLP2D`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        intermediate: int,
-        group: MeshGroup,
-        *,
-        activation: Activation = nn.functional.silu,
-        bias: bool = False,
-        dtype: torch.dtype | None = None,
-        device: object = None,
-    ):
-        parts = (intermediate, intermediate)
-        gate_up = Linear2D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
-        down = Linear2D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
-        super().__init__(gate_up, down, activation)
+    _up_layer = _down_layer = Linear2D

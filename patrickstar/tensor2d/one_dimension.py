@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from patrickstar.tensor2d.attention import Attention, Heads, heads_here, qkv_parts
+from patrickstar.tensor2d.attention import Attention, Heads
 from patrickstar.tensor2d.division import Placement, Split
 from patrickstar.tensor2d.embedding import Embedding2D, padded_vocabulary
-from patrickstar.tensor2d.feed_forward import Activation, FeedForward, GatedFeedForward
+from patrickstar.tensor2d.feed_forward import FeedForward, GatedFeedForward
 from patrickstar.tensor2d.group import MeshGroup
 from patrickstar.tensor2d.layer import Layer2D
 from patrickstar.tensor2d.lines import Line
@@ -144,33 +144,18 @@ class RowLinear1D(_Linear1D):
         return row_product(hidden, self.weight, self.group.along_rows, bias)
 
 
+class _Heads1D(Heads):
+    _layer = ColumnLinear1D
+    _cut = "rows"
+
+
 class Attention1D(Attention):
     """Attention with heads sharded over ranks: [b, s/p, h] -> [b, s/p, h]. Arguments are those of
     :class:`~patrickstar.tensor2d.Attention2D`; masks and rotary positions are of whole sequences.
     """
 
-    def __init__(
-        self,
-        features: int,
-        heads: int,
-        group: MeshGroup,
-        *,
-        key_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = True,
-        is_causal: bool = True,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        dtype: torch.dtype | None = None,
-        device: object = None,
-    ):
-        key_heads = heads if key_heads is None else key_heads
-        head_dim = features // heads if head_dim is None else head_dim
-        here = heads_here(heads, key_heads, group.place, "rows")
-        parts = qkv_parts(heads, key_heads, head_dim)
-        qkv = ColumnLinear1D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
-        out = RowLinear1D(heads * head_dim, features, group, bias=bias, dtype=dtype, device=device)
-        super().__init__(Heads(qkv, *here, head_dim, is_causal=is_causal, scale=scale, dropout=dropout), out)
+    _heads = _Heads1D
+    _out_layer = RowLinear1D
 
 
 class MLP1D(FeedForward):
@@ -178,20 +163,8 @@ class MLP1D(FeedForward):
     :class:`~patrickstar.tensor2d.MLP2D`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        intermediate: int,
-        group: MeshGroup,
-        *,
-        activation: Activation = nn.functional.gelu,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: object = None,
-    ):
-        up = ColumnLinear1D(features, intermediate, group, bias=bias, dtype=dtype, device=device)
-        down = RowLinear1D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
-        super().__init__(up, down, activation)
+    _up_layer = ColumnLinear1D
+    _down_layer = RowLinear1D
 
 
 class GatedMLP1D(GatedFeedForward):
@@ -199,21 +172,8 @@ class GatedMLP1D(GatedFeedForward):
     :class:`~patrickstar.tensor2d.MLP2D`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        intermediate: int,
-        group: MeshGroup,
-        *,
-        activation: Activation = nn.functional.silu,
-        bias: bool = False,
-        dtype: torch.dtype | None = None,
-        device: object = None,
-    ):
-        parts = (intermediate, intermediate)
-        gate_up = ColumnLinear1D(features, sum(parts), group, bias=bias, parts=parts, dtype=dtype, device=device)
-        down = RowLinear1D(intermediate, features, group, bias=bias, dtype=dtype, device=device)
-        super().__init__(gate_up, down, activation)
+    _up_layer = ColumnLinear1D
+    _down_layer = RowLinear1D
 
 
 class LMHead1D(Layer2D):

@@ -46,8 +46,6 @@ PRECISIONS = {
     "float16": {"fp16": {"enabled": True, "initial_scale_power": 8}},  # gradients that are set fit in with the scale
 }
 
-READ_ACCESSES = (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state)
-
 
 def engine_of(**more):
     options = config(gradient_accumulation_steps=1, device_memory=260_000, **more)

@@ -8,13 +8,7 @@ import torch
 from patrickstar import _C
 from patrickstar.session.interrupts import deferred_signals
 
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """A shell's background jobs ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 class NoListener(_C.UseListener):

@@ -19,6 +19,8 @@ WARM_UP_STEPS = 20
 MICRO_BATCHES = 2
 PACKAGE = str(Path(patrickstar.__file__).parent)
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -156,14 +158,6 @@ class AtInstructions:
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGINT)
         return self._count
-
-
-@pytest.fixture(autouse=True)
-def interruptible():
-    """A shell's background jobs ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

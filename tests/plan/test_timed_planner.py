@@ -1,5 +1,3 @@
-import statistics
-
 import pytest
 import torch
 
@@ -8,6 +6,7 @@ from patrickstar.plan import Plan, predict
 from patrickstar.runtime import initialize_engine
 from tests.engine.test_offloaded_activations import DEEP, least, offloading
 from tests.models import MODELS, Case, gpt2, token_batch
+from tests.profiling.traces import median_gbps
 from tests.training import assert_same, least_device_memory, make_config, train, train_once, two_passes
 
 STEPS = 6
@@ -106,12 +105,6 @@ def test_updates_that_wait_change_no_number(budget, tmp_path):
 
 def reference_times(trace):
     spans = trace["spans"]
-
-    def gbps(track):
-        moved = [(s["num_bytes"], s["seconds"]) for s in spans if s["track"] == track]
-        largest = max(num_bytes for num_bytes, _ in moved)
-        return statistics.median_high(n / s / 1e9 for n, s in moved if 2 * n >= largest)
-
     adam = [s for s in spans if s["track"] == _C.Track.HOST_ADAM and s["owner"] == _C.SpanOwner.THIS_STEP]
     optimizer = trace["optimizer_begin_seconds"]
     kept = (_C.StallCause.NORM, _C.StallCause.HOST_WORK)
@@ -123,8 +116,8 @@ def reference_times(trace):
         waits = (s["seconds"] for s in stalls if access["begin_seconds"] <= s["begin_seconds"] < min(end, optimizer))
         compute.append(access["seconds"] - sum(waits))
     rates = {
-        "upload_gbps": gbps(_C.Track.UPLOAD),
-        "download_gbps": gbps(_C.Track.DOWNLOAD),
+        "upload_gbps": median_gbps(spans, _C.Track.UPLOAD),
+        "download_gbps": median_gbps(spans, _C.Track.DOWNLOAD),
         "transfer_latency_seconds": 0.0,
         "gather_gbps": 1e9,  # one rank has none
         "scatter_gbps": 1e9,

@@ -1,4 +1,5 @@
 import dataclasses
+import statistics
 from typing import Any
 
 import pytest
@@ -130,3 +131,10 @@ def check_memory(result: Traced) -> None:
     for sample in [*result.trace["samples"], *result.trace["accesses"]]:
         assert total_bytes(sample) <= peak <= limit
         assert all(num_bytes >= 0 for num_bytes in sample["chunk_buffer_bytes"].values())
+
+
+def median_gbps(spans, track):
+    """The median rate of a track's transfers that are at least half as large as its largest."""
+    moved = [(s["num_bytes"], s["seconds"]) for s in spans if s["track"] == track]
+    largest = max(num_bytes for num_bytes, _ in moved)
+    return statistics.median_high(n / s / 1e9 for n, s in moved if 2 * n >= largest)

@@ -1,4 +1,3 @@
-import statistics
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.bits import assert_same_bits
 from tests.distributed import rank_outcomes, run_ranks
 from tests.models import MODELS, Case, gpt2, token_batch
 from tests.plan.test_timed_planner import linked
-from tests.profiling.traces import total_bytes
+from tests.profiling.traces import median_gbps, total_bytes
 from tests.ranks.runs import rank_and_size, rows
 from tests.training import make_config
 
@@ -89,12 +88,6 @@ def test_all_ranks_choose_the_same_plan_and_no_number_depends_on_it():
 
 def measured(trace):
     spans = trace["spans"]
-
-    def gbps(track):
-        moved = [(s["num_bytes"], s["seconds"]) for s in spans if s["track"] == track]
-        largest = max(num_bytes for num_bytes, _ in moved)
-        return statistics.median_high(n / s / 1e9 for n, s in moved if 2 * n >= largest)
-
     kept = (_C.StallCause.NORM, _C.StallCause.HOST_WORK)
     stalls = [s for s in spans if s["track"] == _C.Track.STALL and s["cause"] not in kept]
     compute = []
@@ -102,7 +95,9 @@ def measured(trace):
         end = min(access["begin_seconds"] + access["seconds"], trace["optimizer_begin_seconds"])
         waits = (s["seconds"] for s in stalls if access["begin_seconds"] <= s["begin_seconds"] < end)
         compute.append(access["seconds"] - sum(waits))
-    rates = {track: gbps(getattr(_C.Track, track)) for track in ("UPLOAD", "DOWNLOAD", "GATHER", "SCATTER")}
+    rates = {
+        track: median_gbps(spans, getattr(_C.Track, track)) for track in ("UPLOAD", "DOWNLOAD", "GATHER", "SCATTER")
+    }
     return rates, compute
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from patrickstar.checkpoint.errors import CheckpointError
-from patrickstar.checkpoint.folder import LATEST, check_tag, read_small_file
+from patrickstar.checkpoint.folder import LATEST, MAX_LATEST_BYTES, check_tag, read_small_file
 from patrickstar.checkpoint.foreign.content import Content, ForeignCheckpoint, Receiver
 from patrickstar.checkpoint.foreign.dcp import is_dcp, read_dcp
 from patrickstar.checkpoint.foreign.deepspeed_universal import is_universal, read_universal
@@ -19,7 +19,6 @@ from patrickstar.checkpoint.manifest import MANIFEST_NAME
 from patrickstar.checkpoint.reader import Checkpoint
 
 _LATEST_FILES = (LATEST, "latest_universal")
-_MAX_LATEST_BYTES = 4096
 _UNREADABLE = {
     "*model_states.pt": "a DeepSpeed checkpoint without files *_optim_states.pt: copy those too, or convert it with "
     "DeepSpeed's zero_to_fp32.py and load its weights in model_func",
@@ -92,7 +91,7 @@ def _latest(root: Path) -> list[Path]:
     found = []
     for name in _LATEST_FILES:
         try:
-            lines = read_small_file(root / name, _MAX_LATEST_BYTES).decode().splitlines()
+            lines = read_small_file(root / name, MAX_LATEST_BYTES).decode().splitlines()
             found.append(root / check_tag(lines[0] if lines else ""))
         except (OSError, UnicodeDecodeError, CheckpointError):
             continue  # PatrickStar's own search says what is wrong

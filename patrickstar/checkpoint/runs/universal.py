@@ -26,8 +26,9 @@ from patrickstar.checkpoint.shards import TensorShard
 
 DEEPSPEED_COUNTS = "patrickstar.deepspeed"
 """Key of the counts that ``patrickstar.initialize``'s engine keeps in ``client_state``."""
+COUNT_KEYS = ("global_steps", "global_samples", "skipped_steps")
+"""Keys of DeepSpeed's counts, among others of that dictionary."""
 _VERSION = "0.16.0"  # of DeepSpeed's files; it refuses those without one
-_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _MODEL_STATES = "mp_rank_00_model_states.pt"
 
 
@@ -119,7 +120,7 @@ def _model_states(run: Run, others: dict[str, torch.Tensor]) -> dict[str, Any]:
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
         "global_steps": run.state.num_steps,
         "skipped_steps": 0,
-        **{key: value for key, value in own.items() if key in _COUNTS},
+        **{key: value for key, value in own.items() if key in COUNT_KEYS},
         **{key: value for key, value in run.state.client_state.items() if key != DEEPSPEED_COUNTS},
     }
 
