@@ -2,7 +2,7 @@
 
 Each change must be refused: by `verify`, which reads everything, and by the call that reads the bytes. The message must
 name the file; for a tensor's bytes the tensor too. Also changed: the file of optimizer states that rest on a disk, and
-messages between processes.
+messages between processes, changed ones and (proofs/messages.py) ones that were not sent next.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from patrickstar import _C, CheckpointError, DiskError, StateError
 from patrickstar.checkpoint import Checkpoint, SaveOptions, folder, latest_tag, manifest, reader, save
 from patrickstar.ranks import authenticated
+from proofs import messages as foreign
 from proofs.cases import Case, Planted, Points, Proof, Setting, replaced
 from proofs.faulty_calls import SOURCE, Calls, Fault, How, failing
 from proofs.planted_io import AlwaysRight
@@ -27,7 +28,6 @@ from tests.bits import first_difference
 from tests.checkpoint import test_damage
 from tests.checkpoint.ranks import HeldSource
 
-MOST_BYTES = 4096
 Change = Callable[[bytes, random.Random], Iterator[tuple[str, bytes]]]
 
 
@@ -236,8 +236,8 @@ def sealed(key: bytes, content: bytes) -> bytes:
     """The bytes of a message on their way."""
     near, far = socket.socketpair()
     with near, far:
-        authenticated.AuthenticatedConnection(near, key, key, MOST_BYTES).send(content)
-        return far.recv(MOST_BYTES)
+        authenticated.AuthenticatedConnection(near, key, key, foreign.MOST_BYTES).send(content)
+        return far.recv(foreign.MOST_BYTES)
 
 
 def opened(key: bytes, data: bytes) -> bytes:
@@ -246,7 +246,7 @@ def opened(key: bytes, data: bytes) -> bytes:
     with far:
         near.sendall(data)
         near.close()
-        return authenticated.AuthenticatedConnection(far, key, key, MOST_BYTES).receive(5)
+        return authenticated.AuthenticatedConnection(far, key, key, foreign.MOST_BYTES).receive(5)
 
 
 def planted() -> Iterator[Planted]:
@@ -262,6 +262,7 @@ def planted() -> Iterator[Planted]:
     )
     yield Planted("latest has no checksum", "latest", lambda: replaced(folder, "_tag_in", trusting))
     yield Planted("messages have no tag", "messages", lambda: replaced(authenticated, "_message_tag", constant_tag))
+    yield from foreign.planted()
     yield Planted("an engine with half of a checkpoint trains on", by_load, accepting)
 
 
@@ -316,6 +317,7 @@ PROOF = Proof(
         Case("latest", latest),
         Case("optimizer states on a disk", disk_states),
         Case("messages", messages),
+        *foreign.CASES,
     ],
     planted=list(planted()),
     environment=lambda: preload(SOURCE),

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from patrickstar.activations.activation_rules import Saved
 from proofs import training
 from proofs.cases import Case, Planted, Points, Proof, Setting
 from proofs.planted_races import BUGS, QUEUE_BUGS
@@ -98,6 +100,26 @@ class Paths(training.Net):
         return F.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.roll(-1).flatten())
 
 
+class Recomputed(training.Net):
+    """Blocks are recomputed in backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean loss."""
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return F.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.roll(-1).flatten())
+
+
+def products_on_host(engine: Any, step: int) -> None:
+    """Sends the products of all blocks but the last; as on a GPU, copies may run beside the next block."""
+    calls = engine._session.checkpoint_calls
+    calls._on_host._most_leaving = 1
+    calls.choose((Saved.PRODUCTS_ON_HOST, Saved.PRODUCTS_ON_HOST, Saved.PRODUCTS))
+    if step > 0 and not engine.report()["offloaded_bytes"]:
+        raise AssertionError("no product was sent")
+
+
 def abandon(engine: Any, step: int) -> None:
     """A forward whose loss is dropped: no backward fetches its activations."""
     engine(torch.full((2, 64), step))
@@ -119,6 +141,7 @@ SCARCE = {"device_memory": training.SCARCE}
 DISK = {"host_memory": 200_000, "disk_memory": {"size": "1GiB", "io": "threads"}}
 OFFLOADED = {"activations": {"offload": "always"}, "device_memory": 111_000}  # some activations find no room
 RATES = (2e-3, 1e-3, 1e-3)
+PRODUCTS = "products of recomputed layers on the host"
 IN_PLACE = 237_376  # bytes of host memory: new values find no room beside the old ones
 WAYS = {
     "scarce device memory": Way(config(on_device=True, **SCARCE)),
@@ -141,6 +164,7 @@ WAYS = {
     "other paths": Way(config(on_device=True, device_memory=40_000), Paths, micro_batches=2),
     "offloaded activations": Way(config(**OFFLOADED), length=64, before_step=send_and_fetch),
     "offloaded activations, abandoned forwards": Way(config(**OFFLOADED), length=64, before_step=abandon),
+    PRODUCTS: Way(config(device_memory=240_000), Recomputed, length=64, micro_batches=2, before_step=products_on_host),
 }
 
 
@@ -238,6 +262,8 @@ def planted() -> Iterator[Planted]:
     names = {**{each.number: each.name for each in BUGS}, **QUEUE_BUGS}
     for number, way in SHOWN_IN.items():
         yield Planted(names[number], way, functools.partial(bug, number))
+    for number in (25, 26):
+        yield Planted(f"of a product: {names[number]}", PRODUCTS, functools.partial(bug, number))
 
 
 PROOF = Proof(

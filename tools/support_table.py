@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.integrations.zoo import ADAPTED, ZOO, vision_families  # noqa: E402
+from tests.ranks.mixed_models import class_name  # noqa: E402
 from tests.ranks.test_every_text_model import on_a_mesh_in_the_guide, refused_in_the_guide  # noqa: E402
 from tests.text_models import text_models  # noqa: E402
 
@@ -41,7 +42,7 @@ def rows() -> Iterator[list[str]]:
     texts, vision = set(text_models()), vision_families()
     for family, name in {**TEXT, **ZOO}.items():
         is_vision = family in vision
-        kind = CLASSES.get(family, family + ("ForConditionalGeneration" if is_vision else "ForCausalLM"))
+        kind = CLASSES.get(family, class_name(family))
         is_tried = family in ZOO
         sequences = "tested" if kind in texts and kind not in refused and not is_vision else "refused"
         yield [

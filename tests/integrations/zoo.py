@@ -21,7 +21,8 @@ ZOO = {
     "Mixtral": "Mixtral",
     "Olmoe": "OLMoE",
     "GraniteMoeHybrid": "Granite 4 hybrids",
-    "Llama4": "Llama 4, decoder",
+    "Llama4": "Llama 4",
+    "Llama4Text": "Llama 4, decoder",
     "Jamba": "Jamba",
     "Qwen2_5_VL": "Qwen2.5-VL",
     "Qwen3VL": "Qwen3-VL",
@@ -31,13 +32,13 @@ ZOO = {
     "SmolVLM": "SmolVLM",
     "InternVL": "InternVL",
     "Gemma3": "Gemma 3",
-    "Gemma3n": "Gemma 3n, decoder",
+    "Gemma3nText": "Gemma 3n, decoder",
     "Mistral3": "Mistral Small 3",
 }
 """By family of ``tests/ranks/mixed_models.py``: its usual name."""
 IMPLEMENTATIONS = ("batched_mm", "grouped_mm")
 """Products of experts that are tried beside ``eager``."""
-ROUTES = [*(family for family in MIXTURES if family != "Llama4"), "Qwen3VLMoe", "Qwen3_5Moe"]
+ROUTES = [*(family for family in MIXTURES if family != "Llama4Text"), "Qwen3VLMoe", "Qwen3_5Moe"]
 """Families whose experts' implementation can be chosen."""
 DENSE = ["Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi3", "Olmo2", "Glm4"]
 """Dense decoders that are tried with adapters."""

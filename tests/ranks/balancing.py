@@ -9,7 +9,7 @@ from tests.ranks.mixed_models import MIXTURES, build
 
 BIASED = ["DeepseekV3", "Glm4Moe"]
 """Families whose routers have a correction bias."""
-WITH_LOSS = [*(name for name in MIXTURES if name not in (*BIASED, "Llama4")), "Qwen3VLMoe", "Qwen3_5Moe"]
+WITH_LOSS = [*(name for name in MIXTURES if name not in (*BIASED, "Llama4Text")), "Qwen3VLMoe", "Qwen3_5Moe"]
 """Families with an auxiliary loss."""
 
 

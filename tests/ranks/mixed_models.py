@@ -66,6 +66,7 @@ ROUTED = {
     "topk_group": 1,
     "first_k_dense_replace": 0,
 }
+LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "moe_layers": [0, 1]}
 
 VISION_MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Llava": (
@@ -187,6 +188,20 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], int]] = {
         },
         0,
     ),
+    "Llama4": (
+        {
+            "vision_config": {
+                **VISION,
+                "intermediate_size": 128,  # four patches of hidden_size become a token
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            "text_config": {**TEXT, **LLAMA4},
+            "image_token_index": IMAGE_TOKEN,
+        },
+        1,
+    ),
 }
 """By family: configuration, and tokens per image."""
 
@@ -227,10 +242,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "Glm4Moe": ROUTED,
     "GptOss": {**LOCAL_EXPERTS, "sliding_window": 8},
-    "Llama4": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "moe_layers": [0, 1]},
+    "Llama4Text": LLAMA4,
 }
 OTHERS: dict[str, dict[str, Any]] = {
-    "Gemma3n": {
+    "Gemma3nText": {
         "num_hidden_layers": 5,
         "num_kv_shared_layers": 0,
         "activation_sparsity_pattern": [0.5] * 5,
@@ -242,7 +257,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Decoders of vision-language models whose towers need a package of their own."""
 FAMILIES = [*VISION_MODELS, *MIXTURES, *OTHERS]
-_TEXT_CONFIGS = ("Llama4", "Gemma3n")
 _COUNTED_TYPES = ("Gemma3", "PaliGemma")
 
 
@@ -253,13 +267,18 @@ def build(family: str, experts: str = "eager", **changes: Any) -> Callable[[], n
     def make() -> nn.Module:
         own = {**MIXTURES, **OTHERS}
         fields = VISION_MODELS[family][0] if family in VISION_MODELS else {**TEXT, **own.get(family, {})}
-        part = "TextConfig" if family in _TEXT_CONFIGS else "Config"
-        config = getattr(transformers, family + part)(**copy.deepcopy({**fields, **changes}))
+        config = getattr(transformers, family + "Config")(**copy.deepcopy({**fields, **changes}))
         config._experts_implementation = experts
-        suffix = "ForConditionalGeneration" if family in VISION_MODELS else "ForCausalLM"
-        return getattr(transformers, family + suffix)(config)
+        return getattr(transformers, class_name(family))(config)
 
     return make
+
+
+def class_name(family: str) -> str:
+    """Name of the family's class in transformers."""
+    return (
+        f"{family}ForConditionalGeneration" if family in VISION_MODELS else family.removesuffix("Text") + "ForCausalLM"
+    )
 
 
 def batch(family: str, seed: int, is_common: bool, has_image: bool) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from tests.ranks.test_mixed_batches import check
 from tests.ranks.test_training import relative_error
 from tests.training import make_config
 
-DIVISIBLE = [family for family in MIXTURES if family != "Llama4"]  # its experts are not those of the registry
+DIVISIBLE = [family for family in MIXTURES if family != "Llama4Text"]  # its experts are not those of the registry
 
 
 def test_experts_on_two_of_four_ranks():
@@ -110,7 +110,7 @@ def test_a_rank_in_another_call_is_named():
 
 def test_models_without_such_experts_are_refused():
     with pytest.raises(ValueError, match=r"size is 2, but Llama4ForCausalLM has no experts that transformers computes"):
-        find_experts(build("Llama4")(), 2)
+        find_experts(build("Llama4Text")(), 2)
     with pytest.raises(ValueError, match=r"size is 3, which does not divide the 4 experts of model\.layers\.0\.mlp"):
         find_experts(build(FAMILY)(), 3)
 
