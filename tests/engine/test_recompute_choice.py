@@ -14,6 +14,7 @@ from patrickstar.activations.selective_recomputation import ComparedProducts, ke
 from patrickstar.planning.step_plan import Plan
 from patrickstar.runtime import initialize_engine
 from patrickstar.session import recompute_choice, step_measurement
+from tests.bits import assert_same_bits
 from tests.models import VOCAB, Case, gpt2, llama, token_batch
 from tests.ranks import mixed_models
 from tests.recomputing import choose_by_fixed_times, out_of_memory_once
@@ -196,7 +197,7 @@ def test_calls_without_products_save_everything_or_nothing(choosing):
 @pytest.mark.parametrize("loss", ["whole", "fused"])
 def test_compiled_layers_save_everything_or_nothing(choosing, loss):
     """The engine that makes no choice recomputes all, then its calls get each level in turn."""
-    losses = []
+    losses, states = [], []
     for recompute in ("always", "auto"):
         engine, optimizer = opened(
             functools.partial(llama, hidden=64, layers=LAYERS, length=64),
@@ -211,9 +212,11 @@ def test_compiled_layers_save_everything_or_nothing(choosing, loss):
                 engine._session.checkpoint_calls.choose([*Saved, *Saved][first : first + LAYERS])
             losses[-1].append(step(engine, optimizer, inputs))
         assert all(layer.gradient_checkpointing for layer in engine.module.model.layers)
+        states.append(engine.state_dict())
         engine.discard()
     assert saved == (EVERYTHING,) * LAYERS
     assert losses[0] == losses[1]
+    assert_same_bits(*states)
 
 
 def test_without_checkpoints_nothing_is_measured(choosing, monkeypatch):
