@@ -4,9 +4,7 @@ import itertools
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -187,6 +185,9 @@ def test_memory_is_free_between_forward_and_backward(opened, build):
 
 def test_memory_of_compiled_layers_is_free_between_forward_and_backward(opened):
     """Compiled layers save everything or nothing. A compiled forward gives the layer's output, then what it saves."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
     calls = []
 
     def address(value):
