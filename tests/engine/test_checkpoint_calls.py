@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.call_measurement import CallMeasurement, clock_of
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
-from patrickstar.activations.selective_recomputation import NeededProducts, keep_products
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.models import VOCAB, Case, gpt2, llama, lm_loss, token_batch
@@ -358,28 +357,6 @@ def test_within_a_checkpoint_of_the_user():
         around, config, 3, checkpointing=False, before_step=lambda engine, _: choose(engine, EVERYTHING, ON_HOST)
     )
     assert_same(run, train(around, config, 3, checkpointing=False))
-
-
-def test_products_that_no_recomputation_asks_for_are_not_kept():
-    first, second = torch.randn(2, 8, 8).unbind()
-    made = []
-
-    def call(hidden, squares):
-        product = (hidden @ first).relu() @ second
-        made.append(StorageWeakRef(product.untyped_storage()))
-        return (product * product if squares else product).sum()
-
-    needed = NeededProducts()
-    contexts = functools.partial(keep_products, needed)
-    # The sum saves nothing, so its recomputation ends before the second product; the square saves it.
-    for squares, is_kept, most in [(False, True, 1), (False, False, 1), (True, False, 2), (True, True, 2)]:
-        hidden = torch.randn(8, 8, requires_grad=True)
-        made.clear()
-        loss = checkpoint(call, hidden, squares, use_reentrant=False, context_fn=contexts)
-        assert made[0].expired() is not is_kept
-        (grad,) = torch.autograd.grad(loss, hidden)
-        assert_same_bits(grad, torch.autograd.grad(call(hidden, squares), hidden)[0])
-        assert needed.most == most
 
 
 def test_a_measured_step_tells_which_products_are_needed():
