@@ -7,7 +7,8 @@
 // - then shortest step at measured rates;
 // - then the problem's own room, fewest bytes, least room.
 //
-// Steps within kPredictionTolerance count as equal.
+// Steps within kPredictionTolerance count as equal. Hidden transfers count with a share of their time: they use memory
+// that compute and updates use too.
 //
 // Deferred updates. A two-phase update (engine/update_jobs.h) takes half as long again as a one-pass update, or more.
 // Where updates bound the step, updates of the last chunks are deferred until the norm and run in one pass beside the
@@ -36,7 +37,7 @@ namespace patrickstar {
 constexpr double kPredictionTolerance = 0.005;
 
 // Plans are compared on a machine whose transfers, collectives and updates take 1.5 times as long. Steps jitter, and
-// one late fetch delays everything after it. Bytes and room hidden by compute cost nothing. Not measured by itself.
+// one late fetch delays everything after it. Not measured by itself.
 Rates cautious(Rates rates);
 
 struct PlanChoice {

@@ -8,20 +8,20 @@ namespace patrickstar {
 
 namespace {
 
-// Rates of two steps, or of two ranks.
-template <typename Worse, typename Better>
-void combine(Rates& all, const Rates& other, Worse lower_is_slower, Better higher_is_slower) {
-  lower_is_slower(&Rates::upload_gbps);
-  lower_is_slower(&Rates::download_gbps);
-  lower_is_slower(&Rates::host_adam_params_per_second);
-  lower_is_slower(&Rates::device_adam_params_per_second);
-  lower_is_slower(&Rates::launch_ahead_seconds);
-  lower_is_slower(&Rates::device_memory_gbps);
-  lower_is_slower(&Rates::disk_read_gbps);
-  lower_is_slower(&Rates::disk_write_gbps);
-  higher_is_slower(&Rates::transfer_latency_seconds);
-  higher_is_slower(&Rates::collective_latency_seconds);
-  higher_is_slower(&Rates::synchronize_seconds);
+// Takes each value of two steps or ranks by `of_rates` where more is faster, by `of_times` where less is.
+template <typename OfRates, typename OfTimes>
+void combine(Rates& all, const Rates& other, OfRates of_rates, OfTimes of_times) {
+  of_rates(&Rates::upload_gbps);
+  of_rates(&Rates::download_gbps);
+  of_rates(&Rates::host_adam_params_per_second);
+  of_rates(&Rates::device_adam_params_per_second);
+  of_rates(&Rates::launch_ahead_seconds);
+  of_rates(&Rates::device_memory_gbps);
+  of_rates(&Rates::disk_read_gbps);
+  of_rates(&Rates::disk_write_gbps);
+  of_times(&Rates::transfer_latency_seconds);
+  of_times(&Rates::collective_latency_seconds);
+  of_times(&Rates::synchronize_seconds);
   for (double Rates::* rate : {&Rates::gather_gbps, &Rates::scatter_gbps}) all.*rate = std::max(all.*rate, other.*rate);
 }
 

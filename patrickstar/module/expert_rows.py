@@ -186,11 +186,9 @@ def sum_groups(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _sum_groups(rows: Tensor, offsets: Tensor) -> Tensor:
-    indices = torch.arange(rows.size(0), device=rows.device, dtype=offsets.dtype)
-    groups = torch.searchsorted(offsets, indices, right=True)
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    sums = torch.zeros(offsets.numel() + 1, rows.size(1), dtype=dtype, device=rows.device)
-    return sums.index_add_(0, groups, rows.to(dtype))[:-1].to(rows.dtype)
+    bounds = functional.pad(offsets.to(torch.int64), (1, 0))
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.segment_reduce(wide, "sum", offsets=bounds, initial=0).to(rows.dtype)  # in the order of rows
 
 
 @_operator("(Tensor grad, Tensor rows, Tensor tokens, Tensor weights) -> (Tensor, Tensor)")
