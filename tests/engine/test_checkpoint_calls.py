@@ -12,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.activations.call_measurement import CallMeasurement, clock_of
 from patrickstar.activations.checkpoint_calls import CheckpointCalls
-from patrickstar.activations.selective_recomputation import NeededProducts, keep_products
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
-from tests.models import VOCAB, Case, gpt2, lm_loss, token_batch
+from tests.models import VOCAB, Case, gpt2, llama, lm_loss, token_batch
 from tests.ranks import mixed_models
 from tests.training import assert_same, make_config, relative_error, train, train_plain
 
@@ -34,6 +33,7 @@ def dropping():
 
 DROPPING = Case(dropping, token_batch)
 SCARCE = {"device_memory": "4MB"}  # a 4,096th of which a tensor takes that may leave
+THREE_LLAMAS = functools.partial(llama, layers=3, use_cache=False)
 
 
 def choose(engine, *saved):
@@ -67,24 +67,42 @@ class Plain(nn.Module):
 
 
 MIXTURE = mixed_models.build("Qwen3Moe", "grouped_mm", num_hidden_layers=3, use_cache=False)
-ASSIGNED = {"gpt2": DROPPING, "qwen3-moe": Case(MIXTURE, token_batch), "plain": Case(Plain, token_batch)}
+ASSIGNED = {
+    "gpt2": DROPPING,
+    "llama": Case(THREE_LLAMAS, token_batch),
+    "qwen3-moe": Case(MIXTURE, token_batch),
+    "plain": Case(Plain, token_batch),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("gpt2", "fp32"), ("gpt2", "bf16"), ("qwen3-moe", "bf16"), ("plain", "fp32")]
+    ("name", "precision", "scarce"),
+    [
+        ("gpt2", "fp32", "700KiB"),
+        ("gpt2", "bf16", "450KiB"),
+        ("llama", "bf16", "300KiB"),
+        ("qwen3-moe", "bf16", "300KiB"),
+        ("plain", "fp32", "200KiB"),
+    ],
 )
-def test_any_assignment_has_the_same_bits(name, precision):
-    case, config = ASSIGNED[name], make_config(precision, **SCARCE)
-    chosen = train(case, config, len(EVERY_PAIR), checkpointing=False, before_step=each_in_turn)
-    assert_same(chosen, train(case, config, len(EVERY_PAIR), checkpointing=False))
-    assert_same(chosen, train(case, config, len(EVERY_PAIR)))
-    offloaded = [report["offloaded_bytes"] for report in chosen.chunk_reports]
-    has_left = [after > before for before, after in zip([0, *offloaded], offloaded, strict=False)]
-    assert has_left == [ON_HOST in saved for saved in EVERY_PAIR]
-    if name != "qwen3-moe" and precision == "fp32":
-        plain = train_plain(case, steps=len(EVERY_PAIR))
-        assert chosen.losses[0] == plain.losses[0]
-        assert relative_error(chosen, plain) <= 1e-6
+def test_any_assignment_has_the_same_bits(name, precision, scarce):
+    """Device memory is without limit, or so scarce that chunks come and go."""
+    case, steps = ASSIGNED[name], len(EVERY_PAIR)
+    expected = train(case, make_config(precision), steps)
+    for memory in ({}, {"device_memory": scarce}):
+        config = make_config(precision, **memory)
+        assert_same(train(case, config, steps, checkpointing=False), expected)
+        chosen = train(case, config, steps, checkpointing=False, before_step=each_in_turn)
+        assert_same(chosen, expected)
+        assert (chosen.report["num_evictions"] > 0) == bool(memory)
+        offloaded = [report["offloaded_bytes"] for report in chosen.chunk_reports]
+        has_left = [after > before for before, after in zip([0, *offloaded], offloaded, strict=False)]
+        assert any(has_left) == bool(memory)
+        assert not memory or all(left for left, saved in zip(has_left, EVERY_PAIR, strict=True) if ON_HOST in saved)
+    if precision == "fp32":
+        plain = train_plain(case, steps=steps)
+        assert expected.losses[0] == plain.losses[0]
+        assert relative_error(expected, plain) <= 1e-6
 
 
 class Made(TorchDispatchMode):
@@ -128,8 +146,12 @@ def opened():
         yield open_engine
 
 
-def test_memory_is_free_between_forward_and_backward(opened):
-    engine, _ = opened(functools.partial(gpt2, layers=3))
+@pytest.mark.parametrize(
+    "build", [functools.partial(gpt2, layers=3), THREE_LLAMAS, MIXTURE], ids=("gpt2", "llama", "qwen3-moe")
+)
+def test_memory_is_free_between_forward_and_backward(opened, build):
+    engine, _ = opened(build)
+    layers = engine.module.transformer.h if hasattr(engine.module, "transformer") else engine.module.model.layers
     batch, activation_levels = token_batch(torch.Generator().manual_seed(0)), {}
     for saved in [
         (NOTHING, NOTHING, NOTHING),
@@ -138,7 +160,7 @@ def test_memory_is_free_between_forward_and_backward(opened):
         (PRODUCTS, NOTHING, PRODUCTS),
     ]:
         choose(engine, *saved)
-        made = Made(engine.module.transformer.h)
+        made = Made(layers)
         with made:
             loss = engine(**batch)["loss"]
         alive, activation_levels[saved] = made.alive_bytes(), engine._session.runtime.activation_bytes()
@@ -158,6 +180,52 @@ def test_memory_is_free_between_forward_and_backward(opened):
         assert made.alive_bytes() == [0, 0, 0]
     nothing, everything, *mixed = activation_levels.values()
     assert nothing < min(mixed) < max(mixed) < everything
+
+
+def test_memory_of_compiled_layers_is_free_between_forward_and_backward(opened):
+    """Compiled layers save everything or nothing. A compiled forward gives the layer's output, then what it saves."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    calls = []
+
+    def address(value):
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+    def forward_of(graph, _):
+        def run(*args):
+            output, *saved = given = graph(*args)
+            others = {None, *map(address, (*args, output))}
+            made = {address(value): value.untyped_storage() for value in saved if address(value) not in others}
+            calls.append([(StorageWeakRef(storage), storage.nbytes()) for storage in made.values()])
+            return given
+
+        return make_boxed_func(run)
+
+    def alive_bytes():
+        return [sum(size for ref, size in made if not ref.expired()) for made in calls]
+
+    engine, _ = opened(THREE_LLAMAS)
+    engine.compile(backend=aot_autograd(fw_compiler=forward_of, bw_compiler=lambda graph, _: make_boxed_func(graph)))
+    batch = token_batch(torch.Generator().manual_seed(0))
+    hidden_bytes = batch["input_ids"].numel() * 32 * 4
+    for saved in [
+        (NOTHING, NOTHING, NOTHING),
+        (EVERYTHING, EVERYTHING, EVERYTHING),
+        (NOTHING, EVERYTHING, ON_HOST),
+        (EVERYTHING, PRODUCTS, NOTHING),
+    ]:
+        choose(engine, *saved)
+        calls.clear()
+        loss = engine(**batch)["loss"]
+        *alive, _ = alive_bytes()  # the last graph is the final norm
+        print([kept.name for kept in saved], alive)
+        for kept, num_bytes in zip(saved, alive, strict=True):
+            assert num_bytes > 10 * hidden_bytes if kept is EVERYTHING else num_bytes == 0
+        engine.backward(loss)
+        del loss
+        assert len(calls) == 4 + sum(kept is not EVERYTHING for kept in saved)
+        assert not any(alive_bytes())
 
 
 class Twice(nn.Module):
@@ -289,28 +357,6 @@ def test_within_a_checkpoint_of_the_user():
         around, config, 3, checkpointing=False, before_step=lambda engine, _: choose(engine, EVERYTHING, ON_HOST)
     )
     assert_same(run, train(around, config, 3, checkpointing=False))
-
-
-def test_products_that_no_recomputation_asks_for_are_not_kept():
-    first, second = torch.randn(2, 8, 8).unbind()
-    made = []
-
-    def call(hidden, squares):
-        product = (hidden @ first).relu() @ second
-        made.append(StorageWeakRef(product.untyped_storage()))
-        return (product * product if squares else product).sum()
-
-    needed = NeededProducts()
-    contexts = functools.partial(keep_products, needed)
-    # The sum saves nothing, so its recomputation ends before the second product; the square saves it.
-    for squares, is_kept, most in [(False, True, 1), (False, False, 1), (True, False, 2), (True, True, 2)]:
-        hidden = torch.randn(8, 8, requires_grad=True)
-        made.clear()
-        loss = checkpoint(call, hidden, squares, use_reentrant=False, context_fn=contexts)
-        assert made[0].expired() is not is_kept
-        (grad,) = torch.autograd.grad(loss, hidden)
-        assert_same_bits(grad, torch.autograd.grad(call(hidden, squares), hidden)[0])
-        assert needed.most == most
 
 
 def test_a_measured_step_tells_which_products_are_needed():

@@ -15,8 +15,9 @@ from patrickstar.fp8 import casting
 from patrickstar.module import fp8_layers
 from patrickstar.module.fp8_layers import Fp8Layers, check_fp8
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
 from tests.distributed import run_ranks
-from tests.training import make_config
+from tests.training import make_config, make_host_config
 
 HIDDEN, TOKENS = 128, 96
 
@@ -224,15 +225,20 @@ def test_a_recomputation_that_keeps_products_casts_no_weight(recipe, monkeypatch
         (mixture, "25MiB", Fp8Recipe.BLOCK),
     ],
 )
-def test_bits_do_not_depend_on_budgets_and_recomputation(build, budget, recipe):
-    losses, state, _ = train(build, recipe)
+def test_bits_do_not_depend_on_budgets_recomputation_and_sides(build, budget, recipe):
+    losses, state, report = train(build, recipe)
     plain, _, _ = train(build, None)
     assert losses != plain
     assert losses == pytest.approx(plain, rel=0.01)
-    for changes in ({"device_memory": budget}, {"checkpointing": True, "device_memory": budget}):
-        others, other_state, _ = train(build, recipe, **changes)
+    for make, changes in (
+        (make_config, {"device_memory": budget}),
+        (make_config, {"checkpointing": True, "device_memory": budget}),
+        (make_host_config, {}),
+    ):
+        others, other_state, other_report = train(build, recipe, make=make, **changes)
         assert others == losses
-        assert all(other_state[name].equal(state[name]) for name in state)
+        assert_same_bits(other_state, state)
+    assert report["num_updates_host"] == other_report["num_updates_device"] == 0  # with ample memory: each side alone
 
 
 def on_rank():

@@ -8,29 +8,34 @@ from patrickstar.activations.activation_rules import Saved
 from patrickstar.runtime import initialize_engine
 from tests.distributed import run_ranks
 from tests.models import VOCAB, gpt2, llama
+from tests.ranks import mixed_models
 from tests.recomputing import ALONE, choose_by_fixed_times, out_of_memory_once, update_slower_beside_steps
-from tests.training import make_config
+from tests.training import Run, assert_same, make_config
 
 LAYERS = 4
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": LAYERS}
+MODELS = {
+    "gpt2": functools.partial(gpt2, hidden=64, layers=LAYERS, length=64),
+    "llama": functools.partial(llama, hidden=64, layers=LAYERS, length=64),
+    "qwen3-moe": mixed_models.build("Qwen3Moe", "grouped_mm", **SIZES),
+}
 
 
-def train(recompute, sizes, options, levels=()):
-    """Losses, what calls saved in each step, and what the first step predicts. ``sizes``: rows and tokens by step and
+def train(recompute, sizes, options, levels=(), model="llama"):
+    """The run, what calls saved in each step, and what the first step predicts. ``sizes``: rows and tokens by step and
     rank. ``levels``: what calls are told to save, each another, in turn.
     """
     choose_by_fixed_times()
     if "delays" in options:
         update_slower_beside_steps(rate_alone=(ALONE, 2 * ALONE)[int(os.environ["RANK"])])
     torch.manual_seed(0)
-    model = gpt2 if "sequence_parallel" in options else llama  # whose layers take their mask as a positional argument
-    build = functools.partial(model, hidden=64, layers=LAYERS, length=64)
     config = make_config("bf16", default_chunk_size=2**14, activations={"recompute": recompute}, **options)
-    engine, optimizer = initialize_engine(build, 0, config)
+    engine, optimizer = initialize_engine(MODELS[model], 0, config)
     with engine:
         engine.train()
         engine.module.gradient_checkpointing_enable({"use_reentrant": False})
         rank = torch.distributed.get_rank()
-        generator = torch.Generator().manual_seed(0 if options else rank)
+        generator = torch.Generator().manual_seed(0 if PARALLEL & options.keys() else rank)
         losses, saved, predicted = [], [], []
         for index, by_rank in enumerate(sizes):
             if levels:
@@ -45,34 +50,52 @@ def train(recompute, sizes, options, levels=()):
             losses.append(loss.item())
             saved.append([kept.value for kept in engine._session.checkpoint_calls.saved])
             predicted.append(engine.report()["predicted_step_seconds"])
-        return losses, saved, predicted[0]
+        return Run(losses, engine.state_dict(), engine.report()), saved, predicted[0]
+
+
+def assert_same_runs(some, others):
+    for (one, *_), (other, *_) in zip(some, others, strict=True):
+        assert_same(one, other)
 
 
 def test_ranks_with_uneven_batches_choose_alike():
     sizes = [((2, 32), (1, 64)), ((2, 32), (2, 32)), ((1, 16), (2, 32)), ((2, 32), (4, 64)), ((2, 32), (2, 32))]
     always, auto = (run_ranks(2, train, recompute, sizes, {}) for recompute in ("always", "auto"))
-    assert [losses for losses, *_ in auto] == [losses for losses, *_ in always]
+    assert_same_runs(auto, always)
     saved = auto[0][1]
     assert auto[1][1] == saved
     assert saved[0] == saved[1] == saved[2]
     assert Saved.NOTHING.value not in saved[0]
     assert saved[3] == saved[4] != saved[2]  # one rank's forward is twice as large as any before
     forced = run_ranks(2, train, "always", sizes, {}, tuple(Saved))
-    assert [losses for losses, *_ in forced] == [losses for losses, *_ in always]
+    assert_same_runs(forced, always)
     assert all(set(saved) == {kept.value for kept in Saved} for _, by_step, _ in forced for saved in by_step)
 
 
+@pytest.mark.parametrize(("model", "num_ranks"), [("qwen3-moe", 2), ("llama", 3)])
+def test_forced_levels_within_a_budget_have_the_bits_of_ample_memory(model, num_ranks):
+    even, uneven = ((2, 32),) * num_ranks, ((1, 64), (2, 48), (1, 32))[:num_ranks]
+    sizes = [even, uneven] * 2
+    always = run_ranks(num_ranks, train, "always", sizes, {}, (), model)
+    forced = run_ranks(num_ranks, train, "always", sizes, {"device_memory": "2MiB"}, tuple(Saved), model)
+    assert_same_runs(forced, always)
+    for run, saved, _ in forced:
+        assert run.report["num_evictions"] > 0 and run.report["offloaded_bytes"] > 0
+        assert all(set(by_call) == {kept.value for kept in Saved} for by_call in saved)
+
+
 SHARED = {
-    "sequences": {"sequence_parallel": {"size": 2, "mode": "ring"}},
-    "matrices": {"tensor_parallel": {"rows": 1, "columns": 2}},
+    "sequences": ("gpt2", {"sequence_parallel": {"size": 2, "mode": "ring"}}),  # a mask as a positional argument
+    "matrices": ("llama", {"tensor_parallel": {"rows": 1, "columns": 2}}),
 }
+PARALLEL = {key for _, options in SHARED.values() for key in options}
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_calls_choose_alike(name):
-    sizes = [((2, 32), (2, 32))] * 3
-    always, auto = (run_ranks(2, train, recompute, sizes, SHARED[name]) for recompute in ("always", "auto"))
-    assert [losses for losses, *_ in auto] == [losses for losses, *_ in always]
+    sizes, (model, options) = [((2, 32), (2, 32))] * 3, SHARED[name]
+    always, auto = (run_ranks(2, train, recompute, sizes, options, (), model) for recompute in ("always", "auto"))
+    assert_same_runs(auto, always)
     assert auto[0][1] == auto[1][1]
     assert Saved.NOTHING.value not in auto[0][1][2]
 
@@ -81,7 +104,7 @@ def test_ranks_choose_again_alike():
     sizes = [((2, 32), (2, 32))] * 8
     options = {"delays": {"link_gbps": 1e4}, "device_memory": "2MiB"}
     always, auto = (run_ranks(2, train, recompute, sizes, options) for recompute in ("always", "auto"))
-    assert [losses for losses, *_ in auto] == [losses for losses, *_ in always]
+    assert_same_runs(auto, always)
     saved = auto[0][1]
     assert auto[1][1] == saved
     assert auto[0][2] == auto[1][2] > 0  # by the slowest rank's times
@@ -94,8 +117,7 @@ def train_out_of_memory(failing):
     """
     choose_by_fixed_times()
     torch.manual_seed(0)
-    build = functools.partial(llama, hidden=64, layers=LAYERS, length=64)
-    engine, optimizer = initialize_engine(build, 0, make_config("bf16", default_chunk_size=2**14))
+    engine, optimizer = initialize_engine(MODELS["llama"], 0, make_config("bf16", default_chunk_size=2**14))
     with engine:
         engine.train()
         rank = torch.distributed.get_rank()
