@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from proofs.cases import Case, Planted, Points, Proof, Setting, bug_in_ranks, in_ranks, replaced
-from tests.distributed import rank_outcomes
+from tests.distributed import GRACE_SECONDS, rank_outcomes
 
 TIMEOUT = 5.0
 GRACE = 10.0  # seconds after which the others have ended, beyond the timeout where the rank is silent
@@ -173,7 +173,8 @@ def cell(folder: Path, num_ranks: int, phase: str, fault: str, victim: int) -> s
     folder.mkdir()
     arguments = str(folder), phase, fault, victim, bug_in_ranks()
     stays = fault in SILENT or fault == "exception"  # the victim ends when the harness ends it
-    outcomes = rank_outcomes(num_ranks, run, *arguments, timeout_seconds=40, stop_after_failure=stays)
+    grace = GRACE + TIMEOUT if phase == "opening" else GRACE_SECONDS  # ranks give the store up seconds apart
+    outcomes = rank_outcomes(num_ranks, run, *arguments, timeout_seconds=40, grace_seconds=grace if stays else None)
     if not (folder / "fault").exists():
         return f"the fault did not happen: {outcomes[victim].output[-300:]}"
     began = float((folder / "fault").read_text())

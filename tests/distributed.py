@@ -26,7 +26,7 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_FAILURE_GRACE_SECONDS = 5.0  # after the first failure, for the others to fail on their own
+GRACE_SECONDS = 5.0  # after the first failure, for the others to fail on their own
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ class RanksFailedError(AssertionError):
 def run_ranks(num_ranks, function, *args, timeout_seconds=120, **options):
     """Results of `function(*args)` by rank. Raises RanksFailedError with the output of the first rank that failed."""
     outcomes = rank_outcomes(
-        num_ranks, function, *args, timeout_seconds=timeout_seconds, stop_after_failure=True, **options
+        num_ranks, function, *args, timeout_seconds=timeout_seconds, grace_seconds=GRACE_SECONDS, **options
     )
     failed = [(outcome.seconds, rank) for rank, outcome in enumerate(outcomes) if outcome.returncode != 0]
     if failed:
@@ -64,14 +64,14 @@ def rank_outcomes(
     function,
     *args,
     timeout_seconds=120,
-    stop_after_failure=False,
+    grace_seconds=None,
     nodes=None,
     environment=None,
     absent=(),
 ):
-    """Outcomes by rank; all processes have ended. `nodes[rank]` is a rank's node (tests/nodes.py), and the first one's
-    address that of the store; `environment(rank)` overrides its environment, where None unsets a variable; ranks in
-    `absent` never start.
+    """Outcomes by rank; all processes have ended, `grace_seconds` after the first failure at the latest (None: no such
+    limit). `nodes[rank]` is a rank's node (tests/nodes.py), and the first one's address that of the store;
+    `environment(rank)` overrides its environment, where None unsets a variable; ranks in `absent` never start.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task").write_bytes(pickle.dumps((function, args, timeout_seconds)))
@@ -84,7 +84,7 @@ def rank_outcomes(
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (environment(rank) if environment else {})
             variables = {name: value for name, value in (os.environ | common | own).items() if value is not None}
             processes[rank] = start_of(variables)(folder, rank, variables, nodes[rank] if nodes else None)
-        ended = _wait(processes, timeout_seconds, stop_after_failure)
+        ended = _wait(processes, timeout_seconds, grace_seconds)
         return [_outcome(Path(folder), rank, *ended.get(rank, (None, 0.0))) for rank in range(num_ranks)]
 
 
@@ -132,7 +132,7 @@ def run_python(*arguments, cwd=ROOT, environment=None, timeout_seconds=300):
     with tempfile.TemporaryDirectory() as folder:
         variables = {**os.environ, **(environment or {}), "CUDA_VISIBLE_DEVICES": ""}
         process = _Fork(_run_script, folder, [str(argument) for argument in arguments], str(cwd), variables)
-        returncode, _ = _wait({0: process}, timeout_seconds, False)[0]
+        returncode, _ = _wait({0: process}, timeout_seconds, None)[0]
         texts = [Path(folder, name).read_text(errors="replace") for name in ("stdout", "stderr")]
         if returncode is None:
             raise subprocess.TimeoutExpired(arguments, timeout_seconds, *texts)
@@ -203,7 +203,7 @@ def free_port():
             return port
 
 
-def _wait(processes, timeout_seconds, stop_after_failure):
+def _wait(processes, timeout_seconds, grace_seconds):
     """{rank: (return code or None, seconds)}."""
     started = time.monotonic()
     deadline = started + timeout_seconds
@@ -213,8 +213,8 @@ def _wait(processes, timeout_seconds, stop_after_failure):
             for rank, process in processes.items():
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = (process.returncode, time.monotonic() - started)
-                    if process.returncode != 0 and stop_after_failure:
-                        deadline = min(deadline, time.monotonic() + _FAILURE_GRACE_SECONDS)
+                    if process.returncode != 0 and grace_seconds is not None:
+                        deadline = min(deadline, time.monotonic() + grace_seconds)
             time.sleep(0.02)
     finally:
         for process in processes.values():

@@ -11,7 +11,7 @@ from patrickstar.ranks.distributed import open_ranks
 from patrickstar.ranks.failures import DisagreementError, abort_all
 from patrickstar.ranks.run_secret import SECRET_VARIABLE, write_secret
 from patrickstar.ranks.wording import describe_disagreement, format_ranks
-from tests.distributed import rank_outcomes, run_ranks
+from tests.distributed import GRACE_SECONDS, rank_outcomes, run_ranks
 
 TIMEOUT_SECONDS = 6
 # Enough for imports and exits of processes on two busy cores; a hang takes longer.
@@ -67,7 +67,9 @@ def test_a_rank_that_raises():
 @pytest.mark.slow
 def test_a_rank_that_hangs():
     # The launcher kills it, as torchrun does.
-    outcomes = rank_outcomes(3, gather_forever, sleep_long, timeout_seconds=PATIENCE_SECONDS, stop_after_failure=True)
+    outcomes = rank_outcomes(
+        3, gather_forever, sleep_long, timeout_seconds=PATIENCE_SECONDS, grace_seconds=GRACE_SECONDS
+    )
     assert outcomes[2].returncode is None
     for outcome in survivors(outcomes, 2):
         print(outcome.error)
@@ -108,7 +110,7 @@ def stop_heartbeat():
 
 @pytest.mark.slow
 def test_a_stopped_process_is_missed_by_its_heartbeat():
-    outcomes = rank_outcomes(3, stop_heartbeat, timeout_seconds=PATIENCE_SECONDS, stop_after_failure=True)
+    outcomes = rank_outcomes(3, stop_heartbeat, timeout_seconds=PATIENCE_SECONDS, grace_seconds=GRACE_SECONDS)
     for outcome in survivors(outcomes, 1):
         print(outcome.error)
         assert f"rank 1 has given no sign of life for {TIMEOUT_SECONDS} s (seen by rank 0)" in outcome.error

@@ -10,7 +10,7 @@ from torch import nn
 
 from patrickstar import StateError
 from patrickstar.runtime import initialize_engine
-from tests.distributed import rank_outcomes, run_ranks
+from tests.distributed import GRACE_SECONDS, rank_outcomes, run_ranks
 from tests.models import MODELS
 from tests.ranks.runs import rank_and_size, rows
 from tests.training import make_config
@@ -58,7 +58,7 @@ def train_until_rank_0_stops() -> None:
 
 @pytest.mark.slow
 def test_a_stopped_rank_that_serves_torchs_store_hangs_nobody():
-    _, survivor = rank_outcomes(2, train_until_rank_0_stops, timeout_seconds=60, stop_after_failure=True)
+    _, survivor = rank_outcomes(2, train_until_rank_0_stops, timeout_seconds=60, grace_seconds=GRACE_SECONDS)
     assert survivor.error.startswith("RankFailure: ") and "rank 0" in survivor.error
 
 
