@@ -40,7 +40,8 @@ class Layer:
         return {"hidden": self.hidden, "weights": self.weights, **dict(self.module.named_parameters())}
 
 
-def _any(config: Any) -> bool:
+def any_configuration(config: Any) -> bool:
+    """True: all of Triton's configurations are tried."""
     return True
 
 
@@ -53,7 +54,7 @@ class Implementation:
     """Why it computes SwiGLU without biases alone; None: it does not."""
     most_elements: int | None = None
     """Elements of all rows beyond which its indices overflow and would reach other memory."""
-    preferred: Callable[[Any], bool] = _any
+    preferred: Callable[[Any], bool] = any_configuration
     """True for the few of Triton's configurations that are tried by default."""
 
 

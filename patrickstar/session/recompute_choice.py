@@ -253,11 +253,9 @@ class RecomputeChoice(NoRecomputeChoice):
         logger.debug("predicted seconds by rung: %s", choice.tried)
         logger.debug("of the calls: %s", step.timed.calls)
         chosen = _Chosen(engine, step, choice.ladder, choice.rung)
-        placed = _placed(chosen)
         if choice.rung > 0:
             self._chosen, self._stage = chosen, ChoiceStage.CHOSEN
-            self._save(chosen, placed.timed.activation_peak_bytes)
-        self._expect(step, placed)
+        self._apply(chosen)
 
     def _most_sent(self, step: MeasuredStep | None) -> int:
         """Most calls that may send products to the host."""
@@ -286,10 +284,14 @@ class RecomputeChoice(NoRecomputeChoice):
             return
         saved = chosen.ladder.saved(choice.rung)
         logger.info("%s, %.3g s as before", recomputation_text(saved, seconds, choice.tried[0]), present)
-        chosen = dataclasses.replace(chosen, engine=engine, step=step, rung=choice.rung)
+        self._apply(dataclasses.replace(chosen, engine=engine, step=step, rung=choice.rung))
+
+    def _apply(self, chosen: _Chosen) -> None:
+        """Lets calls save what was chosen, where that changes what they save, and plans the next step for it."""
         placed = _placed(chosen)
-        self._save(chosen, placed.timed.activation_peak_bytes)
-        self._expect(step, placed)
+        if chosen.rung > 0 or self._limit is not None:
+            self._save(chosen, placed.timed.activation_peak_bytes)
+        self._expect(chosen.step, placed)
 
     def _save(self, chosen: _Chosen, activation_peak_bytes: int) -> None:
         """Lets calls save what was chosen."""
