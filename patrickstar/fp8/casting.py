@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar import _C
 
@@ -132,6 +133,14 @@ def _are_casts_seen() -> bool:
         if getattr(torch._C._get_dispatch_stack_at(i), "sees_casts", True):
             return True
     return False
+
+
+def mode_of_products() -> TorchDispatchMode | None:
+    """The dispatch mode, if it is the only one and has ``sees_casts = False``."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 1:
+        return None
+    mode = torch._C._get_dispatch_stack_at(0)
+    return None if getattr(mode, "sees_casts", True) else mode
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:

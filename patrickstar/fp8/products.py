@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from patrickstar.fp8.casting import TILE, Block, Codes, Sides, are_operators_seen, cast
+from patrickstar.fp8.casting import TILE, Block, Codes, Sides, are_operators_seen, cast, mode_of_products
 
 
 class Sum(enum.Enum):
@@ -25,10 +25,14 @@ class Sum(enum.Enum):
 
 def multiply(a: Codes, weight: Tensor, block: Block, side: Sides, rows: Sequence[int], sum: Sum) -> Tensor:
     """The product ``[*rows, columns]`` of ``a`` and a weight, which is cast by ``block``; ``side``: whose rows are the
-    product's columns. A dispatch mode that keeps products sees one operator, so a recomputation casts no weight.
+    product's columns. A dispatch mode that keeps products sees one operation, so a recomputation casts no weight.
     """
     if not are_operators_seen():
-        return _multiplied(a, weight, block, side, rows, sum)
+        return cast_and_multiply(a, weight, block, side, rows, sum)
+    mode = mode_of_products()
+    if mode is not None:  # called as PyTorch would, without the dispatch of an operator
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
+            return mode.__torch_dispatch__(cast_and_multiply, (), (a, weight, block, side, rows, sum))
     is_fast = sum is Sum.FAST
     return MULTIPLY(a.values, a.scales, a.block.value, weight, block.value, side.value, rows, is_fast)
 
@@ -51,7 +55,7 @@ def product(a: Codes, b: Codes, num_rows: int, sum: Sum = Sum.EXACT) -> Tensor:
         out_dtype=torch.bfloat16,
         use_fast_accum=sum is Sum.FAST,
     )
-    # A copy, not a slice: see _multiplied().
+    # A copy, not a slice: see cast_and_multiply().
     return result if num_rows == result.size(0) else result[:num_rows].clone()
 
 
@@ -69,7 +73,8 @@ def _arranged(codes: Codes) -> Tensor:
     return scales.reshape(()) if codes.block is Block.MATRIX else scales
 
 
-def _multiplied(a: Codes, weight: Tensor, block: Block, side: Sides, rows: Sequence[int], sum: Sum) -> Tensor:
+def cast_and_multiply(a: Codes, weight: Tensor, block: Block, side: Sides, rows: Sequence[int], sum: Sum) -> Tensor:
+    """See :func:`multiply`."""
     result = product(a, cast_weight(weight, block, side), math.prod(rows), sum)
     # In place: a custom function's result must not be a view, so that a model may write it.
     return result if len(rows) == 1 else result.resize_(*rows, result.size(1))
@@ -97,7 +102,7 @@ def _(
     is_fast: bool,
 ) -> Tensor:
     a, sum = Codes(codes, scales, Block(block)), Sum.FAST if is_fast else Sum.EXACT
-    return _multiplied(a, weight, Block(weight_block), Sides(side), rows, sum)
+    return cast_and_multiply(a, weight, Block(weight_block), Sides(side), rows, sum)
 
 
 @torch.library.impl(_library, "multiply_fp8", "Meta")
