@@ -35,8 +35,8 @@ class OperationMode(TorchDispatchMode):
     """False before PyTorch has modes that let higher-order operators pass."""
     supports_higher_order_operators = True
     sees_casts = False
-    """Read by :mod:`patrickstar.fp8.casting`: casts to 8 bits need not be operators, and products in 8 bits are given to
-    ``__torch_dispatch__`` as functions.
+    """Read by :mod:`patrickstar.fp8.casting`: casts to 8 bits need not be operators, and products in 8 bits are
+    functions that ``__torch_dispatch__`` is given.
     """
 
     @classmethod
