@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from patrickstar.activations.host_copies import HostCopy
 from patrickstar.activations.offloaded_activations import OffloadStore
 from patrickstar.activations.products_on_host import OnDevice, ProductPlace
-from patrickstar.fp8.products import MULTIPLY
+from patrickstar.fp8.products import MULTIPLY, cast_and_multiply
 
 _aten = torch.ops.aten
 
@@ -35,7 +35,9 @@ class OperationMode(TorchDispatchMode):
     """False before PyTorch has modes that let higher-order operators pass."""
     supports_higher_order_operators = True
     sees_casts = False
-    """Read by :mod:`patrickstar.fp8.casting`: casts to 8 bits need not be operators."""
+    """Read by :mod:`patrickstar.fp8.casting`: casts to 8 bits need not be operators, and products in 8 bits are
+    functions that ``__torch_dispatch__`` is given.
+    """
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -66,6 +68,7 @@ _DROPOUT_AT = {
 _MATRIX_PRODUCTS = frozenset(
     [
         MULTIPLY,
+        cast_and_multiply,
         *(
             operation.default
             for name in ("mm", "addmm", "_grouped_mm", "_scaled_mm")

@@ -11,12 +11,14 @@ meta device know.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar import _C
 
@@ -102,15 +104,17 @@ def cast(x: Tensor, block: Block, sides: Sides, format: Format = Format.E4M3) ->
         x: ``[..., columns]``, bfloat16, columns a multiple of 128. Its other dimensions are rows.
     """
     x = x.contiguous()
-    if x.device.type == "cuda" and not _are_casts_seen():
+    if not x.is_cuda or _are_casts_seen():
+        found = _cast(x.flatten(0, -2), block.value, sides.value, format.value)
+    elif torch._C._len_torch_dispatch_stack() > 0:
         with torch._C._DisableTorchDispatch():
             found = _cast_on_gpu(x, block, sides, format)
     else:
-        found = _cast(x.flatten(0, -2), block.value, sides.value, format.value)
+        found = _cast_on_gpu(x, block, sides, format)
     plain, scales, transposed, transposed_scales = found
     return (
-        Codes(plain, scales, block) if sides.has_plain else None,
-        Codes(transposed, transposed_scales, block) if sides.has_transposed else None,
+        None if sides is Sides.TRANSPOSED else Codes(plain, scales, block),
+        None if sides is Sides.PLAIN else Codes(transposed, transposed_scales, block),
     )
 
 
@@ -125,8 +129,18 @@ def _are_casts_seen() -> bool:
     """:func:`are_operators_seen`; dispatch modes with ``sees_casts = False`` do not count."""
     if torch.compiler.is_compiling():
         return True
-    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
-    return any(getattr(mode, "sees_casts", True) for mode in modes)
+    for i in range(torch._C._len_torch_dispatch_stack()):
+        if getattr(torch._C._get_dispatch_stack_at(i), "sees_casts", True):
+            return True
+    return False
+
+
+def mode_of_products() -> TorchDispatchMode | None:
+    """The dispatch mode, if it is the only one and has ``sees_casts = False``."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 1:
+        return None
+    mode = torch._C._get_dispatch_stack_at(0)
+    return None if getattr(mode, "sees_casts", True) else mode
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -139,6 +153,9 @@ def stream_of(x: Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(x.device.index)
 
 
+_Found = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
 def _scales_shape(rows: int, columns: int, block: Block) -> tuple[int, ...]:
     if block is Block.LINE:
         return (rows,)
@@ -147,20 +164,21 @@ def _scales_shape(rows: int, columns: int, block: Block) -> tuple[int, ...]:
     return (columns // TILE, rows) if block is Block.STRIP else (rows // TILE, columns // TILE)
 
 
-def _empty(x: Tensor, rows: int, columns: int, block: Block, sides: Sides, format: Format) -> list[Tensor | None]:
+def _empty(x: Tensor, rows: int, columns: int, block: Block, sides: Sides, format: Format) -> _Found:
     """The four results; None where ``sides`` leaves them out."""
     rows += -rows % TILE
-    found: list[Tensor | None] = [None] * 4
-    if sides.has_plain:
-        found[0] = x.new_empty((rows, columns), dtype=format.dtype)
-        found[1] = x.new_empty(_scales_shape(rows, columns, block), dtype=torch.float32)
-    if sides.has_transposed:
-        found[2] = x.new_empty((columns, rows), dtype=format.dtype)
-        found[3] = x.new_empty(_scales_shape(columns, rows, block), dtype=torch.float32)
-    return found
+    dtype = format.dtype
+    plain = scales = transposed = transposed_scales = None
+    if sides is not Sides.TRANSPOSED:
+        plain = x.new_empty(rows, columns, dtype=dtype)
+        scales = x.new_empty(*_scales_shape(rows, columns, block), dtype=torch.float32)
+    if sides is not Sides.PLAIN:
+        transposed = x.new_empty(columns, rows, dtype=dtype)
+        transposed_scales = x.new_empty(*_scales_shape(columns, rows, block), dtype=torch.float32)
+    return plain, scales, transposed, transposed_scales
 
 
-def _results(x: Tensor, found: list[Tensor | None], format: int) -> tuple[Tensor, ...]:
+def _results(x: Tensor, found: Sequence[Tensor | None], format: int) -> tuple[Tensor, ...]:
     """Results of the operator: what is left out has no elements."""
     dtypes = (Format(format).dtype, torch.float32) * 2
     return tuple(x.new_empty(0, dtype=dtypes[i]) if result is None else result for i, result in enumerate(found))
@@ -216,16 +234,19 @@ def _(x: Tensor, block: int, sides: int, format: int) -> tuple[Tensor, ...]:
     return _results(x, _cast_on_gpu(x, Block(block), Sides(sides), Format(format)), format)
 
 
-def _cast_on_gpu(x: Tensor, block: Block, sides: Sides, format: Format) -> list[Tensor | None]:
+def _cast_on_gpu(x: Tensor, block: Block, sides: Sides, format: Format) -> _Found:
     columns = x.size(-1)
     num_rows = x.numel() // columns
     found = _empty(x, num_rows, columns, block, sides, format)
     rows = num_rows + -num_rows % TILE
-    num_measured = rows + columns if block is Block.LINE else int(block is Block.MATRIX)
-    largest = x.new_empty(num_measured, dtype=torch.int32) if num_measured > 0 else None
+    largest = None
+    if block is Block.LINE:
+        largest = x.new_empty(rows + columns, dtype=torch.int32)
+    elif block is Block.MATRIX:
+        largest = x.new_empty(1, dtype=torch.int32)
     addresses = [0 if memory is None else memory.data_ptr() for memory in (*found, largest)]
     with device_of(x):
         _C.fp8.cuda_cast(
-            x.data_ptr(), num_rows, rows, columns, int(block), int(format), *addresses, stream_of(x)
+            x.data_ptr(), num_rows, rows, columns, block.value, format.value, *addresses, stream_of(x)
         )  # fmt: skip
     return found

@@ -71,13 +71,12 @@ class _Fp8Product(nn.Module):
             return super().forward(input)
         x = input if input.dtype is torch.bfloat16 else input.to(torch.bfloat16)
         if torch.compiler.is_compiling():  # the compiler finds common casts, and chooses what backward keeps
-            result = _CompiledMultiply.apply(x.flatten(0, -2), weight, self.fp8_recipe, self._forward_side)
+            rows = _CompiledMultiply.apply(x.flatten(0, -2), weight, self.fp8_recipe, self._forward_side)
+            result = rows if input.dim() == 2 else rows.view(*input.shape[:-1], -1)
         else:
             sides = Sides.BOTH if torch.is_grad_enabled() and weight.requires_grad else Sides.PLAIN
             result = _Multiply.apply(x, weight, (input,), self.fp8_recipe, self._forward_side, sides)
-        if bias is not None:
-            result = result + bias
-        return result if input.dim() == 2 else result.view(*input.shape[:-1], -1)
+        return result if bias is None else result + bias
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """Copies and pickles as a module of the former class."""
@@ -102,7 +101,7 @@ class _Multiply(torch.autograd.Function):
             ctx.save_for_backward(weight, *turned[:2])
         else:  # the cast may be another layer's
             ctx.save_for_backward(weight)
-        return multiply(codes, weight, recipe.weights, side, x.numel() // x.size(-1), recipe.forward_sum)
+        return multiply(codes, weight, recipe.weights, side, x.shape[:-1], recipe.forward_sum)
 
     @staticmethod
     @differentiable_once(*NO_SECOND_DERIVATIVE)
@@ -158,7 +157,7 @@ def _gradients(
     codes, grad_turned = cast(grad, recipe.gradients, sides, recipe.gradient_format)
     grad_rows = grad_weight = None
     if weight is not None:
-        grad_rows = product(codes, cast_weight(weight, recipe.weights, side.other), grad.size(0))
+        grad_rows = product(codes, cast_weight(weight, recipe.weights, side.other), grad.numel() // grad.size(-1))
     if turned is not None:
         a, b = (grad_turned, turned) if side is Sides.PLAIN else (turned, grad_turned)
         grad_weight = product(a, b, a.values.size(0))

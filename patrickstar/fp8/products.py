@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from patrickstar.fp8.casting import TILE, Block, Codes, Sides, are_operators_seen, cast
+from patrickstar.fp8.casting import TILE, Block, Codes, Sides, are_operators_seen, cast, mode_of_products
 
 
 class Sum(enum.Enum):
@@ -22,14 +23,18 @@ class Sum(enum.Enum):
     """Sums stay in the tensor cores, which round them to fewer bits (Hopper: 14)."""
 
 
-def multiply(a: Codes, weight: Tensor, block: Block, side: Sides, num_rows: int, sum: Sum) -> Tensor:
-    """``num_rows`` rows of the product of ``a`` and a weight, which is cast by ``block``; ``side``: whose rows are the
-    product's columns. A dispatch mode that keeps products sees one operator, so a recomputation casts no weight.
+def multiply(a: Codes, weight: Tensor, block: Block, side: Sides, rows: Sequence[int], sum: Sum) -> Tensor:
+    """The product ``[*rows, columns]`` of ``a`` and a weight, which is cast by ``block``; ``side``: whose rows are the
+    product's columns. A dispatch mode that keeps products sees one operation, so a recomputation casts no weight.
     """
     if not are_operators_seen():
-        return _multiplied(a, weight, block, side, num_rows, sum)
+        return cast_and_multiply(a, weight, block, side, rows, sum)
+    mode = mode_of_products()
+    if mode is not None:  # called as PyTorch would, without the dispatch of an operator
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableTorchDispatch():
+            return mode.__torch_dispatch__(cast_and_multiply, (), (a, weight, block, side, rows, sum))
     is_fast = sum is Sum.FAST
-    return MULTIPLY(a.values, a.scales, a.block.value, weight, block.value, side.value, num_rows, is_fast)
+    return MULTIPLY(a.values, a.scales, a.block.value, weight, block.value, side.value, rows, is_fast)
 
 
 def cast_weight(weight: Tensor, block: Block, side: Sides) -> Codes:
@@ -46,11 +51,11 @@ def product(a: Codes, b: Codes, num_rows: int, sum: Sum = Sum.EXACT) -> Tensor:
         a.values,
         b.values.t(),
         _arranged(a),
-        _arranged(b).t(),
+        b.scales.unsqueeze(0) if b.block is Block.LINE else _arranged(b).t(),
         out_dtype=torch.bfloat16,
         use_fast_accum=sum is Sum.FAST,
     )
-    # A copy, not a slice: a custom function's result must not be a view, so that a model may write it.
+    # A copy, not a slice: see cast_and_multiply().
     return result if num_rows == result.size(0) else result[:num_rows].clone()
 
 
@@ -68,13 +73,16 @@ def _arranged(codes: Codes) -> Tensor:
     return scales.reshape(()) if codes.block is Block.MATRIX else scales
 
 
-def _multiplied(a: Codes, weight: Tensor, block: Block, side: Sides, num_rows: int, sum: Sum) -> Tensor:
-    return product(a, cast_weight(weight, block, side), num_rows, sum)
+def cast_and_multiply(a: Codes, weight: Tensor, block: Block, side: Sides, rows: Sequence[int], sum: Sum) -> Tensor:
+    """See :func:`multiply`."""
+    result = product(a, cast_weight(weight, block, side), math.prod(rows), sum)
+    # In place: a custom function's result must not be a view, so that a model may write it.
+    return result if len(rows) == 1 else result.resize_(*rows, result.size(1))
 
 
 _library = torch.library.Library("patrickstar", "FRAGMENT")
 _library.define(
-    "multiply_fp8(Tensor codes, Tensor scales, int block, Tensor weight, int weight_block, int side, int num_rows,"
+    "multiply_fp8(Tensor codes, Tensor scales, int block, Tensor weight, int weight_block, int side, int[] rows,"
     " bool is_fast) -> Tensor"
 )
 MULTIPLY = torch.ops.patrickstar.multiply_fp8.default
@@ -90,16 +98,16 @@ def _(
     weight: Tensor,
     weight_block: int,
     side: int,
-    num_rows: int,
+    rows: Sequence[int],
     is_fast: bool,
 ) -> Tensor:
     a, sum = Codes(codes, scales, Block(block)), Sum.FAST if is_fast else Sum.EXACT
-    return _multiplied(a, weight, Block(weight_block), Sides(side), num_rows, sum)
+    return cast_and_multiply(a, weight, Block(weight_block), Sides(side), rows, sum)
 
 
 @torch.library.impl(_library, "multiply_fp8", "Meta")
-def _(codes, scales, block, weight, weight_block, side, num_rows, is_fast):
-    return weight.new_empty((num_rows, weight.size(0 if Sides(side) is Sides.PLAIN else 1)))
+def _(codes, scales, block, weight, weight_block, side, rows, is_fast):
+    return weight.new_empty((*rows, weight.size(0 if Sides(side) is Sides.PLAIN else 1)))
 
 
 @register_flop_formula(torch.ops.patrickstar.multiply_fp8)

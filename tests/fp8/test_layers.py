@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from torch.utils.flop_counter import FlopCounterMode
 
 from patrickstar.activations.selective_recomputation import keep_products
@@ -214,6 +214,32 @@ def test_a_recomputation_that_keeps_products_casts_no_weight(recipe, monkeypatch
     (without, expected), (with_kept, kept) = found
     assert all(a.equal(b) for a, b in zip(kept, expected, strict=True))
     assert len(with_kept) - len(without) == 4  # both sides of two inputs
+    layers.restore()
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (2, 100, 128)])
+def test_results_may_be_written_in_place(shape):
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).bfloat16()
+    layers = Fp8Layers(model, Fp8Config())
+    x, found = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True), []
+    for in_place in (False, True):
+        model[1].inplace = in_place
+        for contexts in (noop_context_fn, keep_products):
+            out = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+            assert not out._is_view()
+            grads = torch.autograd.grad(out.float().square().sum(), [x, *model.parameters()])
+            found.append([out.detach(), *grads])
+    assert all(a.equal(b) for others in found[1:] for a, b in zip(others, found[0], strict=True))
+    layers.restore()
+
+
+def test_counters_beside_kept_products_see_operators():
+    model = nn.Sequential(nn.Linear(128, 256, bias=False)).bfloat16()
+    layers = Fp8Layers(model, Fp8Config())
+    x = torch.randn(256, 128, dtype=torch.bfloat16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        checkpoint(model, x, use_reentrant=False, context_fn=keep_products)
+    assert counter.get_total_flops() == 2 * 256 * 128 * 256
     layers.restore()
 
 
