@@ -13,6 +13,7 @@ from pathlib import Path
 from patrickstar.command.flags import UsageError, at_least_0, at_least_1, check_all
 from patrickstar.finetune import flags
 from patrickstar.finetune.conversations import Conversation, read_conversations
+from patrickstar.finetune.kernels import check_kernels
 from patrickstar.finetune.questions import python_questions
 from patrickstar.finetune.settings import read_settings
 
@@ -67,6 +68,12 @@ def make_parser(prog: str | None = None) -> flags.Parser:
         "--quantization",
         choices=("nf4", "int8"),
         help="with adapters: what the frozen model is stored in (default: 16 bits, with --method qlora nf4)",
+    )
+    model.add_argument(
+        "--kernels",
+        choices=["liger"],
+        help="Liger-Kernel's norms, rotary embeddings and MLPs: faster on GPUs, rounded differently (default: the "
+        "model's own)",
     )
     small = {"type": at_least_1, "metavar": "N"}
     model.add_argument("--hidden", **small, default=256, help="of the small Llama")
@@ -168,6 +175,7 @@ def checked_arguments(
         report,
         lambda: _check_method(args),
         lambda: args.model is None or check_folder(args.model),
+        lambda: check_kernels(args.kernels, args.model),
         lambda: sets.append(read_data(args)),
         lambda: _check_packages(args),
     )

@@ -16,6 +16,7 @@ from patrickstar.finetune.arguments import LONGEST_ROW
 from patrickstar.finetune.batches import Batch, num_rows, unigram_score
 from patrickstar.finetune.conversations import Conversation, write_conversations
 from patrickstar.finetune.encoding import ChatEncoder, Encoded, model_inputs, packed_rows, padded_rows
+from patrickstar.finetune.kernels import with_kernels
 from patrickstar.finetune.models import (
     check_packing,
     compute_dtype,
@@ -133,11 +134,13 @@ def model_builder(args: argparse.Namespace, config: Any) -> Callable[[], nn.Modu
 
     def build() -> nn.Module:
         if args.model is None:
-            return training.with_checkpointing(LlamaForCausalLM(config), args)
-        if args.lora:
+            base: nn.Module = LlamaForCausalLM(config)
+        elif args.lora:
             base = load_frozen_model(args.model, args.precision, args.quantization)
-            return with_lora(training.with_checkpointing(base, args), args.lora_rank)
-        return training.with_checkpointing(load_model(args.model), args)
+        else:
+            base = load_model(args.model)
+        base = training.with_checkpointing(with_kernels(base, args.kernels), args)
+        return with_lora(base, args.lora_rank) if args.lora else base
 
     return build
 

@@ -77,6 +77,7 @@ def test_a_broken_line_is_refused_before_anything_is_loaded(text, message, tmp_p
         ("--batch-size", "--batch-size: expected one argument"),
         ("--model {llama} --quantization nf4", "give --lora too"),
         ("--model {llama} --precision fp16 --fp8 block", "fp8 is enabled without bf16"),
+        ("--kernels liger", "liger-kernel is not installed; pip install liger-kernel"),
         ("--lr zero", "--lr/--learning-rate: it is 'zero'; give a number of more than 0"),
         ("--batch-size 0", "--batch-size: it is '0'; give a whole number of at least 1"),
         ("--device-memory much", "--device-memory: 'much' is no amount of memory"),
