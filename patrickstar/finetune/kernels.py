@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from patrickstar.command.flags import UsageError
 
 _SMALL_LLAMA = "llama"
@@ -24,6 +22,8 @@ def check_kernels(kernels: str | None, folder: Path | None) -> None:
         return
     if importlib.util.find_spec("liger_kernel") is None:
         raise UsageError("--kernels liger: liger-kernel is not installed; pip install liger-kernel")
+    import torch
+
     if not torch.cuda.is_available():
         raise UsageError("--kernels liger: its kernels need a GPU, and there is none; leave --kernels out")
     kind = _SMALL_LLAMA if folder is None else _model_type(folder)

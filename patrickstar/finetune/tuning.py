@@ -123,6 +123,7 @@ def _identity(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     same = {
         "--model": folder_identity(args.model, config) if args.model else f"none: {args.layers} x {args.hidden}",
         "--method": args.method,
+        "--kernels": args.kernels,
         "--packing": args.packing,
         "--seq-len": args.seq_len,
     }
