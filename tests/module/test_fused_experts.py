@@ -92,12 +92,15 @@ def test_another_implementation_can_be_chosen_later():
         assert model(**given).loss.item() == loss
 
 
-def plain_rows(hidden, chosen, weights, scales, num_experts):
-    """The weighted sum by loops over tokens; expert ``e`` multiplies by ``scales[e]``, and others are absent."""
+def plain_rows(hidden, chosen, weights, scales, biases, num_experts):
+    """The weighted sum by loops over tokens.
+
+    Expert ``e`` multiplies by ``scales[e]`` and adds ``biases[e]``, and others are absent.
+    """
     out = []
     for token in range(hidden.size(0)):
         parts = [
-            weights[token, k] * hidden[token] * scales[expert]
+            weights[token, k] * (hidden[token] * scales[expert] + biases[expert])
             for k, expert in enumerate(chosen[token].tolist())
             if expert < num_experts
         ]
@@ -112,20 +115,21 @@ def test_rows_are_gathered_and_summed(num_absent):
     num_experts = 4
     chosen = torch.stack([torch.randperm(num_experts + num_absent, generator=generator)[:3] for _ in range(7)])
     scales = torch.randn(num_experts, 1, generator=generator)
+    biases = torch.randn(num_experts, 10, generator=generator, requires_grad=True)
     hidden = torch.randn(7, 10, generator=generator, requires_grad=True)
     weights = torch.rand(7, 3, generator=generator, requires_grad=True)
-    wanted = plain_rows(hidden, chosen, weights, scales, num_experts)
+    wanted = plain_rows(hidden, chosen, weights, scales, biases, num_experts)
     direction = torch.randn(wanted.shape, generator=generator)
-    of_plain = torch.autograd.grad(wanted, (hidden, weights), direction)
+    of_plain = torch.autograd.grad(wanted, (hidden, weights, biases), direction)
 
     routing = Routing.of(chosen, num_experts)
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)[:num_experts]
     assert routing.offsets.tolist() == counts.cumsum(0).tolist()
     rows = expert_rows.dispatch(hidden, routing.order, routing.positions)
     rows = rows * torch.nn.functional.pad(scales, (0, 0, 0, num_absent), value=torch.nan)[routing.experts]
-    out = expert_rows.combine(rows, weights, routing.order, routing.positions)
+    out = expert_rows.combine(rows, weights, routing, bias=biases)
     torch.testing.assert_close(out, wanted)
-    for found, expected in zip(torch.autograd.grad(out, (hidden, weights), direction), of_plain, strict=True):
+    for found, expected in zip(torch.autograd.grad(out, (hidden, weights, biases), direction), of_plain, strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -165,5 +169,8 @@ def test_operators_describe_themselves():
     torch.library.opcheck(expert_rows.sum_rows, (rows, positions, torch.rand(3, 2)))
     tokens = torch.tensor([0, 1, 2, 0, 1, 2])
     torch.library.opcheck(expert_rows.scale_rows, (torch.randn(3, 8), rows, tokens, torch.rand(6)))
+    bias = torch.randn(2, 8), torch.tensor([0, 0, 0, 1, 1, 2])
+    torch.library.opcheck(expert_rows.sum_rows, (rows, positions, torch.rand(3, 2), *bias))
+    torch.library.opcheck(expert_rows.scale_rows, (torch.randn(3, 8), rows, tokens, torch.rand(6), *bias))
     torch.library.opcheck(expert_rows.swiglu, (rows,))
     torch.library.opcheck(expert_rows.swiglu_backward, (rows, torch.randn(6, 4)))
