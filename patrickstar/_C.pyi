@@ -1484,6 +1484,23 @@ class experts:
     ) -> None:
         """Backward of ``cuda_gate``."""
     @staticmethod
+    def cuda_weighted_gate_backward(
+        gate_up: int,
+        grad_out: int,
+        weights: int,
+        grad_gate_up: int,
+        weighted_out: int,
+        grad_weights: int,
+        dtype: DType,
+        num_rows: int,
+        width: int,
+        stream: int,
+    ) -> None:
+        """Backward of ``cuda_gate`` by the gradient before weighting.
+
+        ``weights`` and ``grad_weights``: float32, by row. ``weighted_out`` gets SwiGLU times ``weights``.
+        """
+    @staticmethod
     def cuda_clamped_gate(
         gate_up: int,
         bias: tuple[int, int, int],

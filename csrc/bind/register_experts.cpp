@@ -78,6 +78,20 @@ void register_experts(nb::module_& module) {
       "Backward of ``cuda_gate``.", nb::arg("gate_up"), nb::arg("grad_out"), nb::arg("grad_gate_up"), nb::arg("dtype"),
       nb::arg("num_rows"), nb::arg("width"), nb::arg("stream"), ReleaseGil());
   experts.def(
+      "cuda_weighted_gate_backward",
+      [](Address gate_up, Address grad_out, Address weights, Address grad_gate_up, Address weighted_out,
+         Address grad_weights, DType dtype, int64_t num_rows, int64_t width, Address stream) {
+        patrickstar::experts::cuda::weighted_gate_backward(
+            {pointer<const void>(gate_up), pointer<const void>(grad_out), pointer<const float>(weights),
+             pointer<void>(grad_gate_up), pointer<void>(weighted_out), pointer<float>(grad_weights), dtype, num_rows,
+             width},
+            expert_stream(stream));
+      },
+      "Backward of ``cuda_gate`` by the gradient before weighting. ``weights`` and ``grad_weights``: float32, by row.",
+      nb::arg("gate_up"), nb::arg("grad_out"), nb::arg("weights"), nb::arg("grad_gate_up"), nb::arg("weighted_out"),
+      nb::arg("grad_weights"), nb::arg("dtype"), nb::arg("num_rows"), nb::arg("width"), nb::arg("stream"),
+      ReleaseGil());
+  experts.def(
       "cuda_clamped_gate",
       [](Address gate_up, const BiasTuple& bias, float alpha, float limit, Address out, DType dtype, int64_t num_rows,
          int64_t width, Address stream) {

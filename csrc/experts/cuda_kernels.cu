@@ -70,7 +70,15 @@ struct SumBody {
   }
 };
 
-// A warp per row. Lanes add up in a fixed order.
+// Lane 0 gets the sum of all lanes, in a fixed order.
+__device__ float warp_sum(float x) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    x = __fadd_rn(x, __shfl_down_sync(0xffffffffu, x, distance));
+  }
+  return x;
+}
+
+// A warp per row.
 template <DType kType, int kCount>
 __global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaleRows args) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -92,9 +100,39 @@ __global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaleRows args) {
       }
       store<kType>(args.grad_rows, row * args.width + column, grad);
     }
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      dot = __fadd_rn(dot, __shfl_down_sync(0xffffffffu, dot, distance));
+    dot = warp_sum(dot);
+    if (lane == 0) args.grad_weights[row] = dot;
+  }
+}
+
+// A warp per row.
+template <DType kType, int kCount>
+__global__ void __launch_bounds__(kThreads) weighted_gate_backward_kernel(WeightedGate args) {
+  const SwigluGate<kType> gates{args.gate_up, args.width};
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarp; row < args.num_rows;
+       row += step) {
+    const float weight = args.weights[row];
+    float dot = 0.0f;
+    for (int64_t column = lane * kCount; column < args.width; column += kWarp * kCount) {
+      float gate[kCount], up[kCount], grad[kCount], out[kCount];
+      gates.read(row, column, gate, up);
+      load<kType>(args.grad_out, row * args.width + column, grad);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        out[j] = swiglu<DType::kFloat32>(gate[j], up[j]);
+        dot = __fadd_rn(dot, __fmul_rn(out[j], grad[j]));
+        out[j] = __fmul_rn(weight, out[j]);
+        grad[j] = __fmul_rn(weight, grad[j]);
+        const float of_gate = gradient_of_gate<DType::kFloat32>(gate[j], up[j], grad[j]);
+        up[j] = gradient_of_up<DType::kFloat32>(gate[j], grad[j]);
+        gate[j] = of_gate;
+      }
+      store<kType>(args.weighted_out, row * args.width + column, out);
+      gates.write(args.grad_gate_up, row, column, gate, up);
     }
+    dot = warp_sum(dot);
     if (lane == 0) args.grad_weights[row] = dot;
   }
 }
@@ -187,6 +225,20 @@ void gate_backward(const void* gate_up, const void* grad_out, void* grad_gate_up
     const GateBackwardBody<kType, SwigluGate<kType>> body{{gate_up, width}, grad_out, grad_gate_up, width};
     const bool packs = in_packs<kType>(width, {gate_up, grad_out, grad_gate_up});
     launch<pack_size<kType>()>("gate_backward", body, packs, num_rows * width, stream);
+  });
+}
+
+void weighted_gate_backward(const WeightedGate& args, cudaStream_t stream) {
+  if (args.num_rows <= 0) return;
+  with_dtype(args.dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    const unsigned blocks = num_blocks(args.num_rows, kRowsPerBlock);
+    if (in_packs<kType>(args.width, {args.gate_up, args.grad_out, args.grad_gate_up, args.weighted_out})) {
+      weighted_gate_backward_kernel<kType, pack_size<kType>()><<<blocks, kThreads, 0, stream>>>(args);
+    } else {
+      weighted_gate_backward_kernel<kType, 1><<<blocks, kThreads, 0, stream>>>(args);
+    }
+    check_launch("weighted_gate_backward", args.num_rows * args.width);
   });
 }
 

@@ -62,6 +62,21 @@ void gate(const void* gate_up, void* out, DType dtype, int64_t num_rows, int64_t
 void gate_backward(const void* gate_up, const void* grad_out, void* grad_gate_up, DType dtype, int64_t num_rows,
                    int64_t width, cudaStream_t stream);
 
+// Backward of sum_rows() over second products of SwiGLU, where rows[i] = out[i] * the weight of its expert. In binary32.
+struct WeightedGate {
+  const void* gate_up;   // [num_rows, 2 * width], as of gate()
+  const void* grad_out;  // [num_rows, width]: gradient of out before weighting
+  const float* weights;  // [num_rows]
+  void* grad_gate_up;    // [num_rows, 2 * width]: gradient of gate_up after weighting
+  void* weighted_out;    // [num_rows, width]: weights[i] * out[i]
+  float* grad_weights;   // [num_rows]: dot product of out[i] and grad_out[i]
+  DType dtype;
+  int64_t num_rows;
+  int64_t width;
+};
+
+void weighted_gate_backward(const WeightedGate& args, cudaStream_t stream);
+
 // Rows of gpt-oss's gate. Columns alternate between gate and up.
 struct ClampedRows {
   const void* gate_up;  // [num_rows, 2 * width]

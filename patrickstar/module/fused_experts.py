@@ -23,6 +23,7 @@ from torch import nn
 from patrickstar.module import expert_rows, fp8_experts
 from patrickstar.module.clamped_gate import clamped_gate
 from patrickstar.module.expert_rows import Routing
+from patrickstar.module.gated_sum import gated_sum
 
 IMPLEMENTATION = "patrickstar"
 """Value of ``_experts_implementation`` in the configuration of fused experts."""
@@ -124,7 +125,10 @@ def experts_forward(
     if in_8_bits:
         return fp8_experts.mixture(hidden_states, top_k_weights, up, self.down_proj, routing, self.fp8_recipe)
     rows = expert_rows.dispatch(hidden_states, routing.order, routing.positions)
-    if not self.has_bias or has_norm(self):
+    if is_plain_swiglu(self):
+        rows = _product(self, rows, up_name(self), routing.offsets)
+        return gated_sum(rows, self.down_proj, top_k_weights, routing, transposed=self.is_transposed)
+    if not self.has_bias or _has_norm(self):
         rows = products(self, rows, routing.experts, routing.offsets)
         return expert_rows.combine(rows, top_k_weights, routing)
     rows = _product(self, _gated(self, rows, routing.experts, routing.offsets), "down_proj", routing.offsets)
@@ -146,7 +150,7 @@ def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offse
         offsets: int32, by expert: end of its rows.
     """
     rows = _product(module, _gated(module, rows, experts, offsets), "down_proj", offsets, experts)
-    return module.post_expert_norm(rows) if has_norm(module) else rows
+    return module.post_expert_norm(rows) if _has_norm(module) else rows
 
 
 def _gated(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -174,8 +178,7 @@ def _product(
     return moe._grouped_linear(rows, weight, offs=offsets, bias=bias, is_transposed=module.is_transposed)
 
 
-def has_norm(module: nn.Module) -> bool:
-    """True for experts that normalize the results of the second product."""
+def _has_norm(module: nn.Module) -> bool:
     return getattr(module, "has_post_expert_norm", False)
 
 
@@ -186,6 +189,11 @@ def is_swiglu(module: nn.Module) -> bool:
 
     is_default = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
     return module.has_gate and is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+
+
+def is_plain_swiglu(module: nn.Module) -> bool:
+    """True for fused experts that compute SwiGLU and nothing else between and after their products."""
+    return is_swiglu(module) and not module.has_bias and not _has_norm(module)
 
 
 def is_clamped(module: nn.Module) -> bool:

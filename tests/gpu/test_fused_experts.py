@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from patrickstar.module import clamped_gate as gates
-from patrickstar.module import expert_rows
+from patrickstar.module import expert_rows, gated_sum
 from patrickstar.module.expert_rows import Routing
 from patrickstar.module.fused_experts import fuse_experts
-from tests.gpt_oss_experts import errors
+from tests.experts import errors, gpt_oss_experts, qwen_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -57,10 +57,11 @@ def test_forwards_have_the_bits_of_grouped_mm_and_gradients_are_no_worse():
         assert fused_error <= 1.05 * error + 1e-6
 
 
+@pytest.mark.parametrize("make", [qwen_experts, gpt_oss_experts])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpt_oss_experts_are_at_least_as_accurate_as_transformers(dtype):
+def test_fused_experts_are_at_least_as_accurate_as_transformers(make, dtype):
     torch.manual_seed(0)
-    for name, eager, grouped, fused in errors("cuda", dtype, 1000):
+    for name, eager, grouped, fused in errors(make(), "cuda", dtype, 1000):
         print(f"{name}: error {eager:.3g} eager, {grouped:.3g} with grouped_mm, {fused:.3g} fused")
         assert fused <= 1.05 * min(eager, grouped) + 1e-6
 
@@ -74,16 +75,27 @@ def gpt_oss_gate(gate_up, bias, experts):
     return GptOssExperts._apply_gate(scalars, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "shift"), [(2880, 0), (64, 0), (64, 1), (20, 0), (7, 0), (1, 0)])
-def test_gpt_oss_gate(dtype, width, shift):
-    """Odd widths, and rows that begin between multiples of 16 bytes; experts without rows, and rows of none here."""
+def normal_values(dtype, shift):
+    """A function of rows and columns that gives normal values, ``shift`` elements behind an aligned address."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(rows, columns):
-        flat = torch.randn(rows * columns + shift, device="cuda", generator=generator).half()  # sums are exact
-        return flat.to(dtype)[shift:].view(rows, columns)
+        flat = torch.randn(rows * columns + shift, device="cuda", generator=generator)
+        return flat.half().to(dtype)[shift:].view(rows, columns)  # sums are exact
 
+    return normal
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+ROWS = pytest.mark.parametrize(("width", "shift"), [(2880, 0), (64, 0), (64, 1), (20, 0), (7, 0), (1, 0)])
+"""Odd widths, and rows that begin between multiples of 16 bytes."""
+
+
+@DTYPES
+@ROWS
+def test_gpt_oss_gate(dtype, width, shift):
+    """Two experts have no rows, and some rows have no expert here."""
+    normal = normal_values(dtype, shift)
     experts = torch.tensor([0] * 100 + [2] * 150 + [3] * 37 + [9] * 13, device="cuda")
     offsets = torch.tensor([100, 100, 250, 287, 287], dtype=torch.int32, device="cuda")
     gate_up, bias = normal(300, 2 * width).requires_grad_(), normal(5, 2 * width).requires_grad_()
@@ -102,6 +114,21 @@ def test_gpt_oss_gate(dtype, width, shift):
     assert not of_bias[[1, 4]].any()
     again = torch.autograd.grad(found, (gate_up, bias), grad)
     assert again[0].equal(of_rows) and again[1].equal(of_bias)
+
+
+@DTYPES
+@ROWS
+def test_swiglu_gradients_from_those_before_weighting(dtype, width, shift):
+    normal = normal_values(dtype, shift)
+    given = normal(300, 2 * width), normal(300, width), torch.rand(300, device="cuda")
+    found = gated_sum.weighted_swiglu_backward(*given)
+    wanted = gated_sum.weighted_swiglu_backward(*(each.cpu().double() for each in given))
+    rounding = max(torch.finfo(dtype).eps, 1e-5)
+    for each, right, close in zip(found, wanted, (rounding, rounding, 1e-4), strict=True):
+        torch.testing.assert_close(
+            each.double(), right.double(), check_device=False, rtol=close, atol=1e-5 + close / 10
+        )
+    assert all(map(torch.equal, found, gated_sum.weighted_swiglu_backward(*given)))
 
 
 def test_gpt_oss_gate_of_nothing_finite():
@@ -136,7 +163,7 @@ def test_gpt_oss_gate_beyond_two_billion_elements():
     torch.testing.assert_close(of_rows[-2:], last.grad, **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@DTYPES
 @pytest.mark.parametrize("width", [64, 7])
 def test_kernels_equal_pytorch(dtype, width):
     generator = torch.Generator("cuda").manual_seed(0)

@@ -5,8 +5,10 @@ import torch
 
 from patrickstar.module import expert_rows
 from patrickstar.module.expert_rows import Routing
-from patrickstar.module.fused_experts import IMPLEMENTATION, fuse_experts
+from patrickstar.module.fused_experts import IMPLEMENTATION, fuse_experts, is_clamped, is_plain_swiglu
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.experts import HIDDEN, INTERMEDIATE, errors, gpt_oss_experts, qwen_experts, routed
 from tests.ranks.mixed_models import batch, build
 from tests.training import make_config
 
@@ -35,6 +37,75 @@ def test_a_fused_model_equals_grouped_mm(family):
         torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-5, atol=1e-7)
     fused.restore()
     assert all(fused_model.get_submodule(name).config._experts_implementation == "grouped_mm" for name in fused.names)
+
+
+MAKERS = [qwen_experts, gpt_oss_experts]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_experts_are_at_least_as_accurate_as_transformers(make, dtype):
+    torch.manual_seed(0)
+    for name, eager, grouped, fused in errors(make(), "cpu", dtype, 200):
+        print(f"{name}: error {eager:.3g} eager, {grouped:.3g} with grouped_mm, {fused:.3g} fused")
+        assert fused <= 1.05 * min(eager, grouped) + 1e-6
+
+
+def outputs_and_gradients(call, experts, dtype):
+    index, weights = routed(40)
+    hidden, weights = torch.randn(40, HIDDEN).to(dtype).requires_grad_(), weights.requires_grad_()
+    out = call(hidden, index, weights)
+    trained = [param for param in experts.parameters() if param.requires_grad]
+    return [out, *torch.autograd.grad(out, [hidden, weights, *trained], torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_and_frozen_experts_have_the_same_bits(make, dtype):
+    experts = make().to(dtype)
+    fuse_experts(experts)
+    assert is_plain_swiglu(experts) != is_clamped(experts)
+    found = []
+    for call, trained in ((experts, True), (torch.compile(experts, backend="aot_eager"), True), (experts, False)):
+        torch.manual_seed(0)
+        experts.requires_grad_(trained)
+        found.append(outputs_and_gradients(call, experts, dtype))
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0][:3])
+
+
+def test_swiglu_experts_keep_their_tokens_and_the_first_products_results():
+    experts, kept = qwen_experts(), []
+    fuse_experts(experts)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda it: it):
+        outputs_and_gradients(experts, experts, torch.float32)
+    rows = sorted(shape for shape in kept if shape[0] == 120 and len(shape) == 2)
+    assert rows == [(120, HIDDEN), (120, 2 * INTERMEDIATE)]
+
+
+@pytest.mark.parametrize("family", [SWIGLU, BIASED])
+def test_budgets_and_recomputation_change_no_bit(family):
+    results = []
+    for settings in ({"device_memory": "64MiB"}, {"device_memory": "300KiB", "default_chunk_size": 1024}):
+        for recomputes in (False, True):
+            torch.manual_seed(0)
+            model = build(family, "grouped_mm")()
+            if recomputes:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            engine, optimizer = initialize_engine(lambda model=model: model, 0, make_config("bf16", **settings))
+            with engine:
+                losses = []
+                for index in range(2):
+                    optimizer.zero_grad()
+                    loss = engine(**batch(family, index, True, False), use_cache=False).loss
+                    engine.backward(loss)
+                    optimizer.step()
+                    losses.append(loss.item())
+                results.append([losses, engine.state_dict()])
+                evictions = engine.report()["num_evictions"]
+    assert evictions > 0
+    for found in results[1:]:
+        assert_same_bits(found, results[0])
 
 
 def implementations(model):
