@@ -62,7 +62,7 @@ void gate(const void* gate_up, void* out, DType dtype, int64_t num_rows, int64_t
 void gate_backward(const void* gate_up, const void* grad_out, void* grad_gate_up, DType dtype, int64_t num_rows,
                    int64_t width, cudaStream_t stream);
 
-// Backward of sum_rows() over second products of SwiGLU, where rows[i] = out[i] * the weight of its expert. In binary32.
+// Backward of sum_rows() over second products of SwiGLU, rows[i] = out[i] * the weight of its expert. In binary32.
 struct WeightedGate {
   const void* gate_up;   // [num_rows, 2 * width], as of gate()
   const void* grad_out;  // [num_rows, width]: gradient of out before weighting
