@@ -58,7 +58,7 @@ class Routing:
     @staticmethod
     def of(chosen: Tensor, num_experts: int) -> Routing:
         """The order for ``chosen``: ``[tokens, chosen experts]``, indices of experts."""
-        ids = chosen.reshape(-1)
+        ids = chosen.reshape(-1).to(torch.int64)
         experts, order = torch.sort(ids, stable=True)
         positions = torch.empty_like(order)
         positions[order] = torch.arange(order.numel(), device=order.device)

@@ -193,7 +193,8 @@ def test_rows_are_gathered_and_summed(num_absent):
     direction = torch.randn(wanted.shape, generator=generator)
     of_plain = torch.autograd.grad(wanted, (hidden, weights, biases), direction)
 
-    routing = Routing.of(chosen, num_experts)
+    routing = Routing.of(chosen.int(), num_experts)
+    assert routing.experts.dtype is torch.int64  # kernels read that
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)[:num_experts]
     assert routing.offsets.tolist() == counts.cumsum(0).tolist()
     rows = expert_rows.dispatch(hidden, routing.order, routing.positions)
