@@ -1437,7 +1437,8 @@ class experts:
     """Kernels between the grouped products of a mixture of experts (a submodule). CUDA builds only.
 
     Enqueued on ``stream`` of the current device. Rows are contiguous, ``width`` elements of ``dtype`` each; positions
-    and tokens are int64.
+    and tokens are int64. ``bias``: addresses of values, a row for each expert, and of each row's expert (int64), and
+    the number of experts; rows of other ranks' experts take the last. Zeros for no bias.
     """
 
     @staticmethod
@@ -1445,6 +1446,7 @@ class experts:
         rows: int,
         positions: int,
         weights: int,
+        bias: tuple[int, int, int],
         out: int,
         dtype: DType,
         product_dtype: DType,
@@ -1464,6 +1466,7 @@ class experts:
         rows: int,
         tokens: int,
         weights: int,
+        bias: tuple[int, int, int],
         grad_rows: int,
         grad_weights: int,
         dtype: DType,
@@ -1480,6 +1483,50 @@ class experts:
         gate_up: int, grad_out: int, grad_gate_up: int, dtype: DType, num_rows: int, width: int, stream: int
     ) -> None:
         """Backward of ``cuda_gate``."""
+    @staticmethod
+    def cuda_weighted_gate_backward(
+        gate_up: int,
+        grad_out: int,
+        weights: int,
+        grad_gate_up: int,
+        weighted_out: int,
+        grad_weights: int,
+        dtype: DType,
+        num_rows: int,
+        width: int,
+        stream: int,
+    ) -> None:
+        """Backward of ``cuda_gate`` by the gradient before weighting.
+
+        ``weights`` and ``grad_weights``: float32, by row. ``weighted_out`` gets SwiGLU times ``weights``.
+        """
+    @staticmethod
+    def cuda_clamped_gate(
+        gate_up: int,
+        bias: tuple[int, int, int],
+        alpha: float,
+        limit: float,
+        out: int,
+        dtype: DType,
+        num_rows: int,
+        width: int,
+        stream: int,
+    ) -> None:
+        """gpt-oss's gate of rows and their bias, whose columns alternate between gate and up."""
+    @staticmethod
+    def cuda_clamped_gate_backward(
+        gate_up: int,
+        bias: tuple[int, int, int],
+        alpha: float,
+        limit: float,
+        grad_out: int,
+        grad_gate_up: int,
+        dtype: DType,
+        num_rows: int,
+        width: int,
+        stream: int,
+    ) -> None:
+        """Backward of ``cuda_clamped_gate``."""
 
 class fp8:
     """Casts to 8-bit floating point (a submodule). CUDA builds only."""

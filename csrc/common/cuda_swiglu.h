@@ -10,6 +10,8 @@ __device__ inline float rounded(float x) {
   return to_float<kType>(from_float<kType>(x));
 }
 
+__device__ inline float logistic(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
+
 __device__ inline float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, expf(-x))); }
 
 template <DType kType>
@@ -20,8 +22,8 @@ __device__ inline float swiglu(float gate, float up) {
 // d silu(x) / dx = s * (1 + x * (1 - s)) with s the logistic function of x.
 template <DType kType>
 __device__ inline float gradient_of_gate(float gate, float up, float grad) {
-  const float logistic = __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-gate)));
-  const float slope = __fmul_rn(logistic, __fadd_rn(1.0f, __fmul_rn(gate, __fsub_rn(1.0f, logistic))));
+  const float s = logistic(gate);
+  const float slope = __fmul_rn(s, __fadd_rn(1.0f, __fmul_rn(gate, __fsub_rn(1.0f, s))));
   return __fmul_rn(rounded<kType>(__fmul_rn(grad, up)), slope);
 }
 

@@ -137,7 +137,7 @@ def parallel_experts(
         rows = products(module, rows, travel.experts, travel.offsets)
     rows = _Permute.apply(rows, travel.inverse, travel.order)
     rows = _Exchange.apply(rows[:0] if is_empty else rows, ranks, travel.receives, travel.sends)
-    return expert_rows.combine(rows, weights, routing.order, routing.positions, scale).to(hidden.dtype)
+    return expert_rows.combine(rows, weights, routing, scale).to(hidden.dtype)
 
 
 @dataclasses.dataclass

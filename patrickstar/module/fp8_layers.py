@@ -19,7 +19,7 @@ from patrickstar.fp8.casting import TILE
 from patrickstar.fp8.grouped import MOST_GROUPS
 from patrickstar.fp8.linear import RECIPES, fp8_class
 from patrickstar.fp8.support import check_device
-from patrickstar.module.fused_experts import is_experts, is_fused, is_swiglu
+from patrickstar.module.fused_experts import is_experts, is_fused, is_plain_swiglu
 from patrickstar.module.linear_layers import LinearLayer, is_named, linear_layers
 
 LEAST_NUMEL = 2**19
@@ -147,7 +147,7 @@ def _exclusion_of_experts(name: str, module: nn.Module, section: Fp8Config) -> s
         return f'experts, whose products are in 8 bits with the recipe "{Fp8Recipe.ROWWISE.value}" alone'
     if not is_fused(module):
         return "experts that are not fused"
-    if not is_swiglu(module) or module.has_bias or module.is_transposed or _has_norm(module):
+    if not is_plain_swiglu(module) or module.is_transposed:
         return "experts that compute more than two products and SwiGLU"
     weights = [module._parameters.get(each) for each in ("gate_up_proj", "down_proj")]
     if any(weight is None for weight in weights):
@@ -162,10 +162,6 @@ def _exclusion_of_experts(name: str, module: nn.Module, section: Fp8Config) -> s
     if module.num_experts > MOST_GROUPS:
         return f"{module.num_experts} experts, of which PyTorch multiplies {MOST_GROUPS} together"
     return None
-
-
-def _has_norm(experts: nn.Module) -> bool:
-    return getattr(experts, "has_post_expert_norm", False)
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, float]]:

@@ -5,8 +5,9 @@
 
 transformers' ``grouped_mm`` sorts tokens by expert and multiplies each group. Between the products it gathers, scales,
 restores the order and adds up in separate passes, which take two thirds of the time. The same products are computed
-here with one pass each for gathering, gating and the weighted sum. On a GPU the forward has the bits of ``grouped_mm``.
-Gradients of tokens, routing weights and biases are summed in float32, those of ``grouped_mm`` in the model's dtype.
+here with one pass each for gathering, gating and the weighted sum. On a GPU the forward of SwiGLU without biases has
+the bits of ``grouped_mm``. Biases are added within these passes, and gpt-oss's gate is computed, in float32. Gradients
+of tokens, routing weights and biases are summed in float32, those of ``grouped_mm`` in the model's dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from torch import nn
 
 from patrickstar.module import expert_rows, fp8_experts
+from patrickstar.module.clamped_gate import clamped_gate
 from patrickstar.module.expert_rows import Routing
+from patrickstar.module.gated_sum import gated_sum
 
 IMPLEMENTATION = "patrickstar"
 """Value of ``_experts_implementation`` in the configuration of fused experts."""
@@ -122,8 +125,14 @@ def experts_forward(
     if in_8_bits:
         return fp8_experts.mixture(hidden_states, top_k_weights, up, self.down_proj, routing, self.fp8_recipe)
     rows = expert_rows.dispatch(hidden_states, routing.order, routing.positions)
-    rows = products(self, rows, routing.experts, routing.offsets)
-    return expert_rows.combine(rows, top_k_weights, routing.order, routing.positions)
+    if is_plain_swiglu(self):
+        rows = _product(self, rows, up_name(self), routing.offsets)
+        return gated_sum(rows, self.down_proj, top_k_weights, routing, transposed=self.is_transposed)
+    if not self.has_bias or _has_norm(self):
+        rows = products(self, rows, routing.experts, routing.offsets)
+        return expert_rows.combine(rows, top_k_weights, routing)
+    rows = _product(self, _gated(self, rows, routing.experts, routing.offsets), "down_proj", routing.offsets)
+    return expert_rows.combine(rows, top_k_weights, routing, bias=self.down_proj_bias.to(rows.dtype))
 
 
 def up_name(module: nn.Module) -> str:
@@ -140,27 +149,37 @@ def products(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offse
         experts: by row: its expert; read for biases alone. Rows of other ranks' experts take the last bias.
         offsets: int32, by expert: end of its rows.
     """
+    rows = _product(module, _gated(module, rows, experts, offsets), "down_proj", offsets, experts)
+    return module.post_expert_norm(rows) if _has_norm(module) else rows
+
+
+def _gated(module: nn.Module, rows: torch.Tensor, experts: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows of tokens through the first product and the activation of their experts; arguments of :func:`products`."""
+    name = up_name(module)
+    if is_clamped(module):
+        rows, bias = _product(module, rows, name, offsets), getattr(module, f"{name}_bias")
+        return clamped_gate(rows, bias.to(rows.dtype), experts, offsets, module.alpha, module.limit)
+    rows = _product(module, rows, name, offsets, experts)
+    if not module.has_gate:
+        return module.act_fn(rows)
+    return expert_rows.gate(rows) if is_swiglu(module) else module._apply_gate(rows)
+
+
+def _product(
+    module: nn.Module, rows: torch.Tensor, name: str, offsets: torch.Tensor, experts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rows times the weight ``name`` of their experts, with the bias if ``experts`` are given."""
     from transformers.integrations import moe
 
-    if module.has_bias:
-        experts = experts.clamp(max=len(offsets) - 1)
+    bias = None
+    if module.has_bias and experts is not None:
+        bias = expert_rows.by_row(getattr(module, f"{name}_bias"), experts, offsets)
+    weight = getattr(module, name)
+    return moe._grouped_linear(rows, weight, offs=offsets, bias=bias, is_transposed=module.is_transposed)
 
-    def product(rows: torch.Tensor, name: str) -> torch.Tensor:
-        bias = None
-        if module.has_bias:
-            bias = expert_rows.by_row(getattr(module, f"{name}_bias"), experts, offsets)
-        weight = getattr(module, name)
-        return moe._grouped_linear(rows, weight, offs=offsets, bias=bias, is_transposed=module.is_transposed)
 
-    rows = product(rows, up_name(module))
-    if not module.has_gate:
-        rows = module.act_fn(rows)
-    elif is_swiglu(module):
-        rows = expert_rows.gate(rows)
-    else:
-        rows = module._apply_gate(rows)
-    rows = product(rows, "down_proj")
-    return module.post_expert_norm(rows) if getattr(module, "has_post_expert_norm", False) else rows
+def _has_norm(module: nn.Module) -> bool:
+    return getattr(module, "has_post_expert_norm", False)
 
 
 def is_swiglu(module: nn.Module) -> bool:
@@ -170,3 +189,17 @@ def is_swiglu(module: nn.Module) -> bool:
 
     is_default = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
     return module.has_gate and is_default and isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+
+
+def is_plain_swiglu(module: nn.Module) -> bool:
+    """True for fused experts that compute SwiGLU and nothing else between and after their products."""
+    return is_swiglu(module) and not module.has_bias and not _has_norm(module)
+
+
+def is_clamped(module: nn.Module) -> bool:
+    """True for fused experts that compute gpt-oss's gate, with biases."""
+    if not (module.has_gate and module.has_bias and hasattr(module, "alpha") and hasattr(module, "limit")):
+        return False
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    return type(module)._apply_gate is GptOssExperts._apply_gate

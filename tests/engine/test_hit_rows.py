@@ -51,7 +51,9 @@ def test_few_tokens_bring_their_experts_alone(family, steps):
         assert torch.equal(logits, ample.logits[call])
     assert torch.equal(within.logits["batched_mm", MANY], within.logits["grouped_mm", MANY])
     for length in (FEW, FEW + 1):
-        torch.testing.assert_close(within.logits["batched_mm", length], within.logits["grouped_mm", length])
+        batched, grouped = within.logits["batched_mm", length], within.logits["grouped_mm", length]
+        # fused gpt-oss rounds gates and biases once, batched_mm after each operation
+        assert (batched - grouped).float().norm() <= 2 * torch.finfo(torch.bfloat16).eps * grouped.float().norm()
     assert torch.equal(within.tokens, ample.tokens)
     assert_same_bits(within.state, ample.state)
     print(within.uploaded, within.experts, within.others)

@@ -5,8 +5,10 @@ import torch
 
 from patrickstar.module import expert_rows
 from patrickstar.module.expert_rows import Routing
-from patrickstar.module.fused_experts import IMPLEMENTATION, fuse_experts
+from patrickstar.module.fused_experts import IMPLEMENTATION, fuse_experts, is_clamped, is_plain_swiglu
 from patrickstar.runtime import initialize_engine
+from tests.bits import assert_same_bits
+from tests.experts import HIDDEN, INTERMEDIATE, errors, gpt_oss_experts, qwen_experts, routed
 from tests.ranks.mixed_models import batch, build
 from tests.training import make_config
 
@@ -35,6 +37,75 @@ def test_a_fused_model_equals_grouped_mm(family):
         torch.testing.assert_close(fused_gradients[name], gradient, rtol=1e-5, atol=1e-7)
     fused.restore()
     assert all(fused_model.get_submodule(name).config._experts_implementation == "grouped_mm" for name in fused.names)
+
+
+MAKERS = [qwen_experts, gpt_oss_experts]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_experts_are_at_least_as_accurate_as_transformers(make, dtype):
+    torch.manual_seed(0)
+    for name, eager, grouped, fused in errors(make(), "cpu", dtype, 200):
+        print(f"{name}: error {eager:.3g} eager, {grouped:.3g} with grouped_mm, {fused:.3g} fused")
+        assert fused <= 1.05 * min(eager, grouped) + 1e-6
+
+
+def outputs_and_gradients(call, experts, dtype):
+    index, weights = routed(40)
+    hidden, weights = torch.randn(40, HIDDEN).to(dtype).requires_grad_(), weights.requires_grad_()
+    out = call(hidden, index, weights)
+    trained = [param for param in experts.parameters() if param.requires_grad]
+    return [out, *torch.autograd.grad(out, [hidden, weights, *trained], torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_and_frozen_experts_have_the_same_bits(make, dtype):
+    experts = make().to(dtype)
+    fuse_experts(experts)
+    assert is_plain_swiglu(experts) != is_clamped(experts)
+    found = []
+    for call, trained in ((experts, True), (torch.compile(experts, backend="aot_eager"), True), (experts, False)):
+        torch.manual_seed(0)
+        experts.requires_grad_(trained)
+        found.append(outputs_and_gradients(call, experts, dtype))
+    assert_same_bits(found[1], found[0])
+    assert_same_bits(found[2], found[0][:3])
+
+
+def test_swiglu_experts_keep_their_tokens_and_the_first_products_results():
+    experts, kept = qwen_experts(), []
+    fuse_experts(experts)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda it: it):
+        outputs_and_gradients(experts, experts, torch.float32)
+    rows = sorted(shape for shape in kept if shape[0] == 120 and len(shape) == 2)
+    assert rows == [(120, HIDDEN), (120, 2 * INTERMEDIATE)]
+
+
+@pytest.mark.parametrize("family", [SWIGLU, BIASED])
+def test_budgets_and_recomputation_change_no_bit(family):
+    results = []
+    for settings in ({"device_memory": "64MiB"}, {"device_memory": "300KiB", "default_chunk_size": 1024}):
+        for recomputes in (False, True):
+            torch.manual_seed(0)
+            model = build(family, "grouped_mm")()
+            if recomputes:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            engine, optimizer = initialize_engine(lambda model=model: model, 0, make_config("bf16", **settings))
+            with engine:
+                losses = []
+                for index in range(2):
+                    optimizer.zero_grad()
+                    loss = engine(**batch(family, index, True, False), use_cache=False).loss
+                    engine.backward(loss)
+                    optimizer.step()
+                    losses.append(loss.item())
+                results.append([losses, engine.state_dict()])
+                evictions = engine.report()["num_evictions"]
+    assert evictions > 0
+    for found in results[1:]:
+        assert_same_bits(found, results[0])
 
 
 def implementations(model):
@@ -92,12 +163,15 @@ def test_another_implementation_can_be_chosen_later():
         assert model(**given).loss.item() == loss
 
 
-def plain_rows(hidden, chosen, weights, scales, num_experts):
-    """The weighted sum by loops over tokens; expert ``e`` multiplies by ``scales[e]``, and others are absent."""
+def plain_rows(hidden, chosen, weights, scales, biases, num_experts):
+    """The weighted sum by loops over tokens.
+
+    Expert ``e`` multiplies by ``scales[e]`` and adds ``biases[e]``, and others are absent.
+    """
     out = []
     for token in range(hidden.size(0)):
         parts = [
-            weights[token, k] * hidden[token] * scales[expert]
+            weights[token, k] * (hidden[token] * scales[expert] + biases[expert])
             for k, expert in enumerate(chosen[token].tolist())
             if expert < num_experts
         ]
@@ -112,20 +186,22 @@ def test_rows_are_gathered_and_summed(num_absent):
     num_experts = 4
     chosen = torch.stack([torch.randperm(num_experts + num_absent, generator=generator)[:3] for _ in range(7)])
     scales = torch.randn(num_experts, 1, generator=generator)
+    biases = torch.randn(num_experts, 10, generator=generator, requires_grad=True)
     hidden = torch.randn(7, 10, generator=generator, requires_grad=True)
     weights = torch.rand(7, 3, generator=generator, requires_grad=True)
-    wanted = plain_rows(hidden, chosen, weights, scales, num_experts)
+    wanted = plain_rows(hidden, chosen, weights, scales, biases, num_experts)
     direction = torch.randn(wanted.shape, generator=generator)
-    of_plain = torch.autograd.grad(wanted, (hidden, weights), direction)
+    of_plain = torch.autograd.grad(wanted, (hidden, weights, biases), direction)
 
-    routing = Routing.of(chosen, num_experts)
+    routing = Routing.of(chosen.int(), num_experts)
+    assert routing.experts.dtype is torch.int64  # kernels read that
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)[:num_experts]
     assert routing.offsets.tolist() == counts.cumsum(0).tolist()
     rows = expert_rows.dispatch(hidden, routing.order, routing.positions)
     rows = rows * torch.nn.functional.pad(scales, (0, 0, 0, num_absent), value=torch.nan)[routing.experts]
-    out = expert_rows.combine(rows, weights, routing.order, routing.positions)
+    out = expert_rows.combine(rows, weights, routing, bias=biases)
     torch.testing.assert_close(out, wanted)
-    for found, expected in zip(torch.autograd.grad(out, (hidden, weights), direction), of_plain, strict=True):
+    for found, expected in zip(torch.autograd.grad(out, (hidden, weights, biases), direction), of_plain, strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -165,5 +241,8 @@ def test_operators_describe_themselves():
     torch.library.opcheck(expert_rows.sum_rows, (rows, positions, torch.rand(3, 2)))
     tokens = torch.tensor([0, 1, 2, 0, 1, 2])
     torch.library.opcheck(expert_rows.scale_rows, (torch.randn(3, 8), rows, tokens, torch.rand(6)))
+    bias = torch.randn(2, 8), torch.tensor([0, 0, 0, 1, 1, 2])
+    torch.library.opcheck(expert_rows.sum_rows, (rows, positions, torch.rand(3, 2), *bias))
+    torch.library.opcheck(expert_rows.scale_rows, (torch.randn(3, 8), rows, tokens, torch.rand(6), *bias))
     torch.library.opcheck(expert_rows.swiglu, (rows,))
     torch.library.opcheck(expert_rows.swiglu_backward, (rows, torch.randn(6, 4)))
