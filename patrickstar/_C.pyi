@@ -1627,7 +1627,7 @@ class optim:
     def compress_state(
         isa: str, in_: int, state: optim.StateArray, numel: int, *, key: optim.RandomKey | None = None
     ) -> None:
-        """Stores float32 values in the format of a state, as ``adam`` stores a momentum."""
+        """Stores float32 values in the format of a state, as ``update`` stores a momentum."""
 
     @staticmethod
     def cuda_expand_state(type: StateType, data: int, scales: int, out: int, numel: int, stream: int) -> None:
@@ -1646,110 +1646,155 @@ class optim:
     ) -> None:
         """Like ``compress_state``."""
 
-    @staticmethod
-    def adam(
-        isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        threads: int | ThreadPool,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """One Adam step over ``numel`` elements at raw addresses (csrc/optim/kernels.h).
+    class AdamRange:
+        """Arrays of one update at raw addresses (csrc/optim/kernels.h).
 
         Args:
-            master, momentum, variance: float32, or a StateArray.
+            master, momentum, variance: float32, or a StateArray. Optimizers without a variance: StateType.NONE.
             param: may be ``grad``, or 0 (no compute copy).
-            threads: a pool, or a number of threads.
             key: default zeros.
-            kwargs: all fields of AdamScalars.
+            new_states: master, momentum and variance to write; the old ones stay.
 
         Raises:
-            ValueError: null arrays, an ISA this processor lacks, or a ``param`` over a ``grad`` of another size.
+            ValueError: null arrays, or a ``param`` over a ``grad`` of another size.
+        """
+
+        def __init__(
+            self,
+            master: optim.StateArray,
+            momentum: optim.StateArray,
+            variance: optim.StateArray,
+            grad: int,
+            grad_dtype: DType,
+            param: int,
+            param_dtype: DType,
+            numel: int,
+            *,
+            key: optim.RandomKey | None = None,
+            new_states: Sequence[optim.StateArray] | None = None,
+        ) -> None: ...
+
+    class AdamScalars:
+        """Scalars of one Adam step (csrc/optim/kernels.h)."""
+
+        def __init__(
+            self,
+            *,
+            grad_scale: float,
+            weight_decay: float,
+            decay: float,
+            beta2: float,
+            one_minus_beta1: float,
+            one_minus_beta2: float,
+            inv_sqrt_bias_correction2: float,
+            eps: float,
+            step_size: float,
+        ) -> None: ...
+
+    class MomentumScalars:
+        """Scalars of one step of Lion or SGD (csrc/optim/kernels.h); those of other rules are not read."""
+
+        def __init__(
+            self,
+            rule: MomentumRule,
+            *,
+            grad_scale: float,
+            weight_decay: float,
+            decay: float,
+            step_size: float,
+            one_minus_beta1: float = 0.0,
+            one_minus_beta2: float = 0.0,
+            momentum_factor: float = 0.0,
+            one_minus_dampening: float = 0.0,
+        ) -> None: ...
+
+    @staticmethod
+    def update(
+        isa: str,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
+    ) -> None:
+        """One optimizer step. ``threads``: a pool, or a number of threads.
+
+        Raises ValueError for an ISA this processor lacks.
         """
 
     @staticmethod
-    def adam_param(
+    def update_param(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        threads: int | ThreadPool,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
     ) -> None:
-        """Like ``adam``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
+        """Like ``update``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
     @staticmethod
-    def adam_param_between(
+    def update_param_between(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
+        logs: int,
         most_grad_scale: float,
-        logs: int,
-        **scalars: float,
     ) -> None:
-        """Like ``adam_param``, for 16-bit values that are the same for every ``grad_scale`` up to ``most_grad_scale``.
-        Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements.
+        """Like ``update_param``, for 16-bit values that are the same for every ``grad_scale`` up to
+        ``most_grad_scale``. Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE``
+        elements.
         """
 
     @staticmethod
-    def adam_param_scale_dependent(
+    def update_param_scale_dependent(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
         logs: int,
-        **scalars: float,
     ) -> None:
-        """Like ``adam_param``, for the values that ``adam_param_between`` logged."""
+        """Like ``update_param``, for the values that ``update_param_between`` logged."""
 
     @staticmethod
-    def adam_apart(
+    def put_values(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        new_states: Sequence[optim.StateArray],
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars,
+        threads: ThreadPool | int,
+        logs: int,
+        most_grad_scale: float,
+        capacity: int,
     ) -> None:
-        """Like ``adam``, but writes the new states to ``new_states`` (master, momentum, variance) and keeps the old
-        ones.
+        """In-place speculative update of bfloat16 params, the upper halves of split masters.
+
+        Writes values that are the same for every ``grad_scale`` up to ``most_grad_scale``. Scale-dependent values go to
+        logs of ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements, at most ``capacity`` values each.
         """
+
+    @staticmethod
+    def put_scale_dependent_values(
+        isa: str, range: optim.AdamRange, scalars: optim.AdamScalars, threads: ThreadPool | int, logs: int
+    ) -> None:
+        """Writes the values that ``put_values`` logged."""
+
+    @staticmethod
+    def put_states(
+        isa: str,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars,
+        threads: ThreadPool | int,
+        logs: int,
+        least_grad_scale: float,
+    ) -> int:
+        """Phase two: updates the states. Returns the number of params that differ from the update's result."""
+
+    @staticmethod
+    def take_values_back(
+        isa: str, range: optim.AdamRange, scalars: optim.AdamScalars, threads: ThreadPool | int, logs: int
+    ) -> None:
+        """Rolls back ``put_values``, given the same arguments."""
+
+    @staticmethod
+    def cuda_update(range: optim.AdamRange, scalars: optim.AdamScalars | optim.MomentumScalars, stream: int) -> None:
+        """Like ``update``."""
 
     @staticmethod
     def cast_from_float(isa: str, in_: int, out: int, out_dtype: DType, numel: int, num_threads: int) -> None:
@@ -1776,240 +1821,12 @@ class optim:
         """Sum of ``count`` float64 partials from ``first`` on: (rounded sum, rounding error)."""
 
     @staticmethod
-    def momentum_step(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """One step of Lion or SGD with momentum, with arrays as for ``adam``.
-
-        ``kwargs``: all fields of MomentumScalars (csrc/optim/kernels.h) that ``rule`` reads.
-        Raises ValueError as ``adam`` does.
-        """
-
-    @staticmethod
-    def momentum_param(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_step``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
-
-    @staticmethod
-    def momentum_apart(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        new_states: Sequence[optim.StateArray],
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_step``, but writes the new master and momentum to ``new_states`` and keeps the old ones."""
-
-    @staticmethod
-    def momentum_param_between(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        most_grad_scale: float,
-        logs: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam_param_between``, for ``momentum_param``."""
-
-    @staticmethod
-    def momentum_param_scale_dependent(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_param``, for the values that ``momentum_param_between`` logged."""
-
-    @staticmethod
-    def cuda_momentum_step(
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        stream: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_step``."""
-
-    @staticmethod
-    def adam_split(
-        isa: str,
-        lower: int,
-        momentum: int,
-        variance: int,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        numel: int,
-        num_threads: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam``, for masters split into bfloat16 ``param``, ``lower`` halves and signs of the variance."""
-
-    @staticmethod
-    def adam_put_values(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        most_grad_scale: float,
-        capacity: int,
-        **scalars: float,
-    ) -> None:
-        """In-place speculative update of bfloat16 params, the upper halves of split masters.
-
-        Writes values that are the same for every ``grad_scale`` up to ``most_grad_scale``. Scale-dependent values go to
-        logs of ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements, at most ``capacity`` values each.
-        """
-
-    @staticmethod
-    def adam_put_scale_dependent_values(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Writes the values that ``adam_put_values`` logged."""
-
-    @staticmethod
-    def adam_put_states(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        least_grad_scale: float,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> int:
-        """Phase two: updates the states. Returns the number of params that differ from the update's result."""
-
-    @staticmethod
-    def adam_take_values_back(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        **scalars: float,
-    ) -> None:
-        """Rolls back ``adam_put_values``, given the same arguments."""
-
-    @staticmethod
     def split_master(isa: str, master: int, param: int, lower: int, variance: int, numel: int) -> None:
         """Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance."""
 
     @staticmethod
     def join_master(isa: str, param: int, lower: int, variance: int, master: int, numel: int) -> None:
         """Inverse of ``split_master``."""
-
-    @staticmethod
-    def cuda_adam_split(
-        lower: int,
-        momentum: int,
-        variance: int,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        numel: int,
-        stream: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam_split``."""
-
-    @staticmethod
-    def cuda_adam(
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        stream: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam``."""
 
     @staticmethod
     def cuda_cast_from_float(in_: int, out: int, out_dtype: DType, numel: int, stream: int) -> None: ...

@@ -48,10 +48,9 @@ void register_types(nanobind::module_& module);
 void register_threads(nanobind::module_& module);
 void register_checksum(nanobind::module_& module);
 void register_optim(nanobind::module_& module);
-// Optimizers without a variance (Lion, SGD): their enum, and their kernels for the submodule.
 void register_momentum_rule(nanobind::module_& module);
-void register_momentum_kernels(nanobind::module_& module);
-void register_values_in_place(nanobind::module_& module);
+void register_update_arguments(nanobind::module_& module);
+void register_update_kernels(nanobind::module_& module);
 void register_cuda_kernels(nanobind::module_& module);  // CUDA builds only
 void register_loss_scaler(nanobind::module_& module);
 void register_quant(nanobind::module_& module);
