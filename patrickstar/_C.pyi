@@ -406,25 +406,32 @@ def shared_budgets(cuda_device: int) -> tuple[int, int] | None:
 def working_set_bytes(layout: Layout, module_params: Sequence[Sequence[int]]) -> int:
     """Least device memory for chunk buffers: the largest module's chunks and a gradient."""
 
-def make_plan(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    *,
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    prefetch_bytes: int = 0,
-    idle_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-) -> dict[str, Any]:
-    """Plans a timeline.
+class PlanProblem:
+    """A timeline, the costs of its arrays and limits of memory (csrc/plan/planner.h).
 
     Args:
         accesses: ``{"phase", "uses": [(chunk, kind, mode)], "activation_peak_bytes"}`` each.
         costs: ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, finalise_bytes, survives_step)}``.
         idle_bytes: by access, device buffers that idle for another access; or empty.
+        round_trip_costs: by chunk, fields of RoundTripCost; or empty.
     """
+
+    def __init__(
+        self,
+        accesses: list[dict[str, Any]],
+        costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
+        *,
+        limit_bytes: int,
+        least_activation_bytes: int = 0,
+        fixed_bytes: int = 0,
+        prefetch_bytes: int = 0,
+        idle_bytes: Sequence[int] = [],
+        gradient_room_bytes: int = 9223372036854775807,
+        round_trip_costs: Sequence[tuple[int, int, int]] = [],
+    ) -> None: ...
+
+def make_plan(problem: PlanProblem) -> dict[str, Any]:
+    """Plans a timeline."""
 
 class Backwards(Enum):
     """Number of backwards per step (csrc/plan/chunk_bytes.h)."""
@@ -551,7 +558,7 @@ def merged_timelines(a: list[dict[str, Any]], b: list[dict[str, Any]], num_chunk
 def pose_problem(
     layout: Layout, accesses: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
 ) -> dict[str, Any]:
-    """The planner's problem for a timeline: the arguments of ``make_plan``."""
+    """The planner's problem for a timeline: the arguments of ``PlanProblem``."""
 
 class Recipe(Enum):
     """Way to update a chunk (csrc/plan/recipe.h)."""
@@ -646,84 +653,44 @@ class Rates:
     disk_write_gbps: float
     def __init__(self) -> None: ...
 
-def simulate(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    plan: dict[str, Any],
-    rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
-    numels: Sequence[int],
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    num_ranks: int = 1,
-    activations: Sequence[Sequence[int]] = [],
-    disk_bytes: Sequence[int] = [],
-    dequantized_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-    chunk_ranks: Sequence[int] = [],
-) -> dict[str, Any]:
-    """Simulates a plan's steady step.
+class StepShape:
+    """Properties of a step that its plan does not have (csrc/plan/step_shape.h).
 
     Args:
         compute_seconds: by access.
+        updates, numels, disk_bytes, dequantized_bytes: by chunk.
         activations: by access, bytes offloaded, fetched, and needed of those fetched; empty: none.
         chunk_ranks: by chunk, number of ranks that share it; empty: all.
+    """
+
+    def __init__(
+        self,
+        *,
+        compute_seconds: Sequence[float],
+        updates: Sequence[Recipe],
+        numels: Sequence[int] = [],
+        num_ranks: int = 1,
+        activations: Sequence[Sequence[int]] = [],
+        disk_bytes: Sequence[int] = [],
+        dequantized_bytes: Sequence[int] = [],
+        chunk_ranks: Sequence[int] = [],
+    ) -> None: ...
+
+def simulate(problem: PlanProblem, plan: dict[str, Any], rates: Rates, shape: StepShape) -> dict[str, Any]:
+    """Simulates a plan's steady step.
 
     Returns:
         Seconds, busy seconds of each queue, ``stall_seconds`` by cause, and bytes.
     """
 
-def play_program(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    plan: dict[str, Any],
-    rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
-    numels: Sequence[int],
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    num_ranks: int = 1,
-    activations: Sequence[Sequence[int]] = [],
-    disk_bytes: Sequence[int] = [],
-    dequantized_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-    chunk_ranks: Sequence[int] = [],
-) -> list[dict[str, Any]]:
+def play_program(problem: PlanProblem, plan: dict[str, Any], rates: Rates, shape: StepShape) -> list[dict[str, Any]]:
     """Instructions of ``simulate``'s step, in issue order.
 
     Each is ``{"op": str, "lane": Lane, "access": int | None, "chunk": int | None, "kind": ArrayKind | None, "amount",
     "begin_seconds", "seconds"}``; amounts are bytes, or parameters for updates.
     """
 
-def choose_plan(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
-    numels: Sequence[int],
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    prefetch_bytes: int = 0,
-    num_ranks: int = 1,
-    activations: Sequence[Sequence[int]] = [],
-    disk_bytes: Sequence[int] = [],
-    dequantized_bytes: Sequence[int] = [],
-    idle_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-    round_trip_bytes: int = 0,
-) -> dict[str, Any]:
+def choose_plan(problem: PlanProblem, rates: Rates, shape: StepShape, round_trip_bytes: int = 0) -> dict[str, Any]:
     """The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips.
 
     Returns:
@@ -737,15 +704,12 @@ def choose_step(
     states_on_device: Sequence[bool],
     budget: DeviceBudget,
     rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
+    shape: StepShape,
     start: UpdateStart,
-    activations: Sequence[Sequence[int]] = [],
-    dequantized_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """``choose_plan`` for a layout, as by an engine with these measured times. Returns its result and ``problem``.
-    GPU round trips are allowed with optimizer-in-backward only.
+    The layout sets numels, ranks and bytes on the disk of ``shape``. GPU round trips are allowed with
+    optimizer-in-backward only.
     """
 
 def set_interrupt_delivery(function: Callable[[], object]) -> None:
@@ -1388,13 +1352,13 @@ class Runtime(UseListener):
         """
 
     def timeline(self) -> list[dict[str, Any]]:
-        """The last step's timeline, as ``make_plan`` takes it."""
+        """The last step's timeline, as ``PlanProblem`` takes it."""
 
     def plan(self) -> dict[str, Any]:
         """The current plan, as from ``make_plan``."""
 
     def plan_problem(self) -> dict[str, Any]:
-        """Arguments of ``make_plan`` from which the current plan was made."""
+        """Arguments of ``PlanProblem``, accesses aside, from which the current plan was made."""
 
     def step_times(self) -> dict[str, Any] | None:
         """Times of a measured step: ``rates``; ``compute_seconds`` and ``activations`` by access, as in ``simulate``;

@@ -309,7 +309,7 @@ class Predictor:
     def _least_limit_bytes(self, accesses: list[dict[str, Any]], on_device: list[bool], budget: _C.DeviceBudget) -> int:
         """Device bytes of the access that needs most."""
         problem = _C.pose_problem(self.layout, accesses, on_device, budget)
-        num_bytes: int = _C.make_plan(accesses, **problem)["least_limit_bytes"]
+        num_bytes: int = _C.make_plan(_C.PlanProblem(accesses, **problem))["least_limit_bytes"]
         return num_bytes
 
     def _place(self, setting: Setting, saved: tuple[Saved, ...]) -> _Placed:
