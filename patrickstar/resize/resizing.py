@@ -47,7 +47,7 @@ from patrickstar.resize.plan import (
     make_plan,
     together,
 )
-from patrickstar.resize.reopening import change
+from patrickstar.resize.reopening import DecidedResize, change
 from patrickstar.resize.shards import (
     HeldShards,
     Shards,
@@ -99,7 +99,10 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
         if move.new is None:
             move.leave()
         held = HeldShards(move.shards, move.on_devices, move.rank, move.new)
-        return change(session, plan, move.keys, move.shards, held, move.new, options, move.connected)
+        decided = DecidedResize(
+            plan=plan, keys=move.keys, options=options, shards=move.shards, connected=move.connected
+        )
+        return change(session, decided, held, move.new)
 
 
 def _check_begin(session: Session, options: ResizeOptions) -> None:
