@@ -70,6 +70,16 @@ def huge_copy(tensor: torch.Tensor) -> torch.Tensor:
     return huge_zeros(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
+def adam_scalars(step: float, grad_scale: float, lr: float) -> _C.optim.AdamScalars:
+    """Scalars of AdamW in step ``step``, from 1; math.inf leaves the bias corrections out."""
+    beta1, beta2 = OPTIONS["betas"]
+    return _C.optim.AdamScalars(
+        grad_scale=grad_scale, weight_decay=0.0, decay=1 - lr * OPTIONS["weight_decay"], beta2=beta2,
+        one_minus_beta1=1 - beta1, one_minus_beta2=1 - beta2, eps=OPTIONS["eps"],
+        inv_sqrt_bias_correction2=(1 - beta2**step) ** -0.5, step_size=lr / (1 - beta1**step),
+    )  # fmt: skip
+
+
 class OurAdam:
     """The fused pass, which overwrites `grad` with the parameter."""
 
@@ -93,22 +103,24 @@ class OurAdam:
 
     def update(self, grad_scale: float = CLIPPING / LOSS_SCALE) -> None:
         self._num_steps += 1
-        self._run(_C.optim.adam, self.grad.data_ptr(), grad_scale)
+        self._run(_C.optim.update, self._range(self.grad), self._scalars(grad_scale))
 
     def param_pass(self) -> None:
         self._num_steps += 1
-        self._run(_C.optim.adam_param, self.new_param.data_ptr(), CLIPPING / LOSS_SCALE)
+        self._run(_C.optim.update_param, self._range(self.new_param), self._scalars())
 
     def states_pass(self) -> None:
-        self._run(_C.optim.adam, 0, CLIPPING / LOSS_SCALE)
+        self._run(_C.optim.update, self._range(None), self._scalars())
 
     def between_pass(self) -> None:
         self._num_steps += 1
-        bounds = [factor * CLIPPING / LOSS_SCALE for factor in (0.9, 1.1)]
-        self._run_settled(_C.optim.adam_param_between, bounds[0], bounds[1])
+        least, most = (factor * CLIPPING / LOSS_SCALE for factor in (0.9, 1.1))
+        scalars = self._scalars(least, FINE_TUNING_LR)
+        self._run(_C.optim.update_param_between, self._range(self.new_param), scalars, self._open.data_ptr(), most)
 
     def open_pass(self) -> None:
-        self._run_settled(_C.optim.adam_param_scale_dependent, CLIPPING / LOSS_SCALE)
+        scalars = self._scalars(lr=FINE_TUNING_LR)
+        self._run(_C.optim.update_param_scale_dependent, self._range(self.new_param), scalars, self._open.data_ptr())
 
     @property
     def open_share(self) -> float:
@@ -116,23 +128,16 @@ class OurAdam:
         counts = self._open[:, :8].contiguous().view(torch.int64)
         return torch.where(counts < 0, _C.optim.SCALE_DEPENDENT_PIECE, counts).sum().item() / self.master.numel()
 
-    def _run_settled(self, kernel: Callable, grad_scale: float, *most_grad_scale: float) -> None:
-        more = (self._num_threads, *most_grad_scale, self._open.data_ptr())
-        self._run(kernel, self.new_param.data_ptr(), grad_scale, FINE_TUNING_LR, more)
+    def _range(self, param: torch.Tensor | None) -> _C.optim.AdamRange:
+        states = (tensor.data_ptr() for tensor in (self.master, self.momentum, self.variance))
+        grad, new = self.grad.data_ptr(), 0 if param is None else param.data_ptr()
+        return _C.optim.AdamRange(*states, grad, _C.DType.BFLOAT16, new, _C.DType.BFLOAT16, self.master.numel())
 
-    def _run(
-        self, kernel: Callable, param: int, grad_scale: float, lr: float = OPTIONS["lr"], more: tuple[Any, ...] = ()
-    ) -> None:
-        beta1, beta2 = OPTIONS["betas"]
-        grad, dtype = self.grad.data_ptr(), _C.DType.BFLOAT16
-        kernel(
-            self.isa, self.master.data_ptr(), self.momentum.data_ptr(), self.variance.data_ptr(), grad, dtype, param,
-            dtype, self.master.numel(), *(more or (self._num_threads,)), grad_scale=grad_scale, weight_decay=0.0,
-            decay=1 - lr * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
-            one_minus_beta2=1 - beta2, eps=OPTIONS["eps"],
-            inv_sqrt_bias_correction2=(1 - beta2**self._num_steps) ** -0.5,
-            step_size=lr / (1 - beta1**self._num_steps),
-        )  # fmt: skip
+    def _scalars(self, grad_scale: float = CLIPPING / LOSS_SCALE, lr: float = OPTIONS["lr"]) -> _C.optim.AdamScalars:
+        return adam_scalars(self._num_steps, grad_scale, lr)
+
+    def _run(self, kernel: Callable, arrays: _C.optim.AdamRange, scalars: _C.optim.AdamScalars, *more: Any) -> None:
+        kernel(self.isa, arrays, scalars, self._num_threads, *more)
 
     @property
     def param(self) -> torch.Tensor:
@@ -154,23 +159,20 @@ class InPlaceAdam:
         self._open = torch.zeros(pieces, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
 
     def put_pass(self) -> None:
-        self._run(_C.optim.adam_put_values, 1.0, 1.0, _C.optim.SCALE_DEPENDENT_PIECE // 16)
+        self._run(_C.optim.put_values, 1.0, 1.0, _C.optim.SCALE_DEPENDENT_PIECE // 16)
 
     def put_between_pass(self) -> None:
-        self._run(_C.optim.adam_put_values, 0.9, 1.1, _C.optim.SCALE_DEPENDENT_PIECE // 16)
+        self._run(_C.optim.put_values, 0.9, 1.1, _C.optim.SCALE_DEPENDENT_PIECE // 16)
 
     def behind_pass(self) -> None:
-        self._run(_C.optim.adam_put_states, 1.0, 1.0)
+        self._run(_C.optim.put_states, 1.0, 1.0)
 
     def _run(self, kernel: Callable, grad_scale: float, *more: Any) -> None:
-        beta1, beta2 = OPTIONS["betas"]
-        arrays = (self._lower, self._momentum, self._variance, self._grad, self._param)
-        kernel(
-            self._isa, *(tensor.data_ptr() for tensor in arrays), self._grad.numel(), self._num_threads,
-            self._open.data_ptr(), *more, grad_scale=grad_scale, weight_decay=0.0,
-            decay=1 - FINE_TUNING_LR * OPTIONS["weight_decay"], beta2=beta2, one_minus_beta1=1 - beta1,
-            one_minus_beta2=1 - beta2, eps=OPTIONS["eps"], inv_sqrt_bias_correction2=1.0, step_size=FINE_TUNING_LR,
-        )  # fmt: skip
+        states = (_C.optim.StateArray(self._lower.data_ptr(), _C.StateType.LOWER_HALF), self._momentum.data_ptr())
+        grad, param = ((tensor.data_ptr(), _C.DType.BFLOAT16) for tensor in (self._grad, self._param))
+        arrays = _C.optim.AdamRange(*states, self._variance.data_ptr(), *grad, *param, self._grad.numel())
+        scalars = adam_scalars(math.inf, grad_scale, FINE_TUNING_LR)
+        kernel(self._isa, arrays, scalars, self._num_threads, self._open.data_ptr(), *more)
 
 
 class TorchAdam:

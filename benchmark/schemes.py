@@ -96,24 +96,23 @@ class _Update:
         key = _C.optim.random_key(0, self._num_steps, 0, 0)
         arrays = [state.array for state in self._states]
         memory = (self._grad.data_ptr(), _C.DType.BFLOAT16, self._param.data_ptr(), _C.DType.BFLOAT16)
+        range_ = _C.optim.AdamRange(*arrays, *memory, self._numel, key=key)
+        _C.optim.update(_C.optim.isa(), range_, self._scalars(), self._threads)
+
+    def _scalars(self) -> _C.optim.AdamScalars | _C.optim.MomentumScalars:
         common = {"grad_scale": 1.0, "weight_decay": 0.0, "decay": 1 - _LR * 0.01}
-        isa, beta1, beta2 = _C.optim.isa(), *_BETAS
+        beta1, beta2 = _BETAS
         if self._scheme.rule is None:
-            _C.optim.adam(
-                isa, *arrays, *memory, self._numel, self._threads, key=key, **common,
-                beta2=beta2, one_minus_beta1=1 - beta1, one_minus_beta2=1 - beta2, eps=1e-8,
+            return _C.optim.AdamScalars(
+                **common, beta2=beta2, one_minus_beta1=1 - beta1, one_minus_beta2=1 - beta2, eps=1e-8,
                 inv_sqrt_bias_correction2=(1 - beta2**self._num_steps) ** -0.5,
                 step_size=_LR / (1 - beta1**self._num_steps),
             )  # fmt: skip
-            return
         if self._scheme.rule == _C.MomentumRule.LION:
             own = {"one_minus_beta1": 1 - beta1, "one_minus_beta2": 0.01}
         else:
             own = {"momentum_factor": 0.9, "one_minus_dampening": 1.0}
-        _C.optim.momentum_step(
-            isa, self._scheme.rule, *arrays[:2], *memory, self._numel, self._threads,
-            key=key, **common, step_size=_LR, **own,
-        )  # fmt: skip
+        return _C.optim.MomentumScalars(self._scheme.rule, **common, step_size=_LR, **own)
 
 
 def run(args: argparse.Namespace) -> dict:

@@ -406,25 +406,32 @@ def shared_budgets(cuda_device: int) -> tuple[int, int] | None:
 def working_set_bytes(layout: Layout, module_params: Sequence[Sequence[int]]) -> int:
     """Least device memory for chunk buffers: the largest module's chunks and a gradient."""
 
-def make_plan(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    *,
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    prefetch_bytes: int = 0,
-    idle_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-) -> dict[str, Any]:
-    """Plans a timeline.
+class PlanProblem:
+    """A timeline, the costs of its arrays and limits of memory (csrc/plan/planner.h).
 
     Args:
         accesses: ``{"phase", "uses": [(chunk, kind, mode)], "activation_peak_bytes"}`` each.
         costs: ``{(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, finalise_bytes, survives_step)}``.
         idle_bytes: by access, device buffers that idle for another access; or empty.
+        round_trip_costs: by chunk, fields of RoundTripCost; or empty.
     """
+
+    def __init__(
+        self,
+        accesses: list[dict[str, Any]],
+        costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
+        *,
+        limit_bytes: int,
+        least_activation_bytes: int = 0,
+        fixed_bytes: int = 0,
+        prefetch_bytes: int = 0,
+        idle_bytes: Sequence[int] = [],
+        gradient_room_bytes: int = 9223372036854775807,
+        round_trip_costs: Sequence[tuple[int, int, int]] = [],
+    ) -> None: ...
+
+def make_plan(problem: PlanProblem) -> dict[str, Any]:
+    """Plans a timeline."""
 
 class Backwards(Enum):
     """Number of backwards per step (csrc/plan/chunk_bytes.h)."""
@@ -551,7 +558,7 @@ def merged_timelines(a: list[dict[str, Any]], b: list[dict[str, Any]], num_chunk
 def pose_problem(
     layout: Layout, accesses: list[dict[str, Any]], states_on_device: Sequence[bool], budget: DeviceBudget
 ) -> dict[str, Any]:
-    """The planner's problem for a timeline: the arguments of ``make_plan``."""
+    """The planner's problem for a timeline: the arguments of ``PlanProblem``."""
 
 class Recipe(Enum):
     """Way to update a chunk (csrc/plan/recipe.h)."""
@@ -646,84 +653,44 @@ class Rates:
     disk_write_gbps: float
     def __init__(self) -> None: ...
 
-def simulate(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    plan: dict[str, Any],
-    rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
-    numels: Sequence[int],
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    num_ranks: int = 1,
-    activations: Sequence[Sequence[int]] = [],
-    disk_bytes: Sequence[int] = [],
-    dequantized_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-    chunk_ranks: Sequence[int] = [],
-) -> dict[str, Any]:
-    """Simulates a plan's steady step.
+class StepShape:
+    """Properties of a step that its plan does not have (csrc/plan/step_shape.h).
 
     Args:
         compute_seconds: by access.
+        updates, numels, disk_bytes, dequantized_bytes: by chunk.
         activations: by access, bytes offloaded, fetched, and needed of those fetched; empty: none.
         chunk_ranks: by chunk, number of ranks that share it; empty: all.
+    """
+
+    def __init__(
+        self,
+        *,
+        compute_seconds: Sequence[float],
+        updates: Sequence[Recipe],
+        numels: Sequence[int] = [],
+        num_ranks: int = 1,
+        activations: Sequence[Sequence[int]] = [],
+        disk_bytes: Sequence[int] = [],
+        dequantized_bytes: Sequence[int] = [],
+        chunk_ranks: Sequence[int] = [],
+    ) -> None: ...
+
+def simulate(problem: PlanProblem, plan: dict[str, Any], rates: Rates, shape: StepShape) -> dict[str, Any]:
+    """Simulates a plan's steady step.
 
     Returns:
         Seconds, busy seconds of each queue, ``stall_seconds`` by cause, and bytes.
     """
 
-def play_program(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    plan: dict[str, Any],
-    rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
-    numels: Sequence[int],
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    num_ranks: int = 1,
-    activations: Sequence[Sequence[int]] = [],
-    disk_bytes: Sequence[int] = [],
-    dequantized_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-    chunk_ranks: Sequence[int] = [],
-) -> list[dict[str, Any]]:
+def play_program(problem: PlanProblem, plan: dict[str, Any], rates: Rates, shape: StepShape) -> list[dict[str, Any]]:
     """Instructions of ``simulate``'s step, in issue order.
 
     Each is ``{"op": str, "lane": Lane, "access": int | None, "chunk": int | None, "kind": ArrayKind | None, "amount",
     "begin_seconds", "seconds"}``; amounts are bytes, or parameters for updates.
     """
 
-def choose_plan(
-    accesses: list[dict[str, Any]],
-    costs: Mapping[tuple[int, ArrayKind], tuple[int, int, int, int, bool]],
-    rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
-    numels: Sequence[int],
-    limit_bytes: int,
-    least_activation_bytes: int = 0,
-    fixed_bytes: int = 0,
-    prefetch_bytes: int = 0,
-    num_ranks: int = 1,
-    activations: Sequence[Sequence[int]] = [],
-    disk_bytes: Sequence[int] = [],
-    dequantized_bytes: Sequence[int] = [],
-    idle_bytes: Sequence[int] = [],
-    gradient_room_bytes: int = 9223372036854775807,
-    round_trip_costs: Sequence[tuple[int, int, int]] = [],
-    round_trip_bytes: int = 0,
-) -> dict[str, Any]:
+def choose_plan(problem: PlanProblem, rates: Rates, shape: StepShape, round_trip_bytes: int = 0) -> dict[str, Any]:
     """The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips.
 
     Returns:
@@ -737,15 +704,12 @@ def choose_step(
     states_on_device: Sequence[bool],
     budget: DeviceBudget,
     rates: Rates,
-    *,
-    compute_seconds: Sequence[float],
-    updates: Sequence[Recipe],
+    shape: StepShape,
     start: UpdateStart,
-    activations: Sequence[Sequence[int]] = [],
-    dequantized_bytes: Sequence[int] = [],
 ) -> dict[str, Any]:
     """``choose_plan`` for a layout, as by an engine with these measured times. Returns its result and ``problem``.
-    GPU round trips are allowed with optimizer-in-backward only.
+    The layout sets numels, ranks and bytes on the disk of ``shape``. GPU round trips are allowed with
+    optimizer-in-backward only.
     """
 
 def set_interrupt_delivery(function: Callable[[], object]) -> None:
@@ -1388,13 +1352,13 @@ class Runtime(UseListener):
         """
 
     def timeline(self) -> list[dict[str, Any]]:
-        """The last step's timeline, as ``make_plan`` takes it."""
+        """The last step's timeline, as ``PlanProblem`` takes it."""
 
     def plan(self) -> dict[str, Any]:
         """The current plan, as from ``make_plan``."""
 
     def plan_problem(self) -> dict[str, Any]:
-        """Arguments of ``make_plan`` from which the current plan was made."""
+        """Arguments of ``PlanProblem``, accesses aside, from which the current plan was made."""
 
     def step_times(self) -> dict[str, Any] | None:
         """Times of a measured step: ``rates``; ``compute_seconds`` and ``activations`` by access, as in ``simulate``;
@@ -1674,7 +1638,7 @@ class optim:
     def compress_state(
         isa: str, in_: int, state: optim.StateArray, numel: int, *, key: optim.RandomKey | None = None
     ) -> None:
-        """Stores float32 values in the format of a state, as ``adam`` stores a momentum."""
+        """Stores float32 values in the format of a state, as ``update`` stores a momentum."""
 
     @staticmethod
     def cuda_expand_state(type: StateType, data: int, scales: int, out: int, numel: int, stream: int) -> None:
@@ -1693,110 +1657,155 @@ class optim:
     ) -> None:
         """Like ``compress_state``."""
 
-    @staticmethod
-    def adam(
-        isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        threads: int | ThreadPool,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """One Adam step over ``numel`` elements at raw addresses (csrc/optim/kernels.h).
+    class AdamRange:
+        """Arrays of one update at raw addresses (csrc/optim/kernels.h).
 
         Args:
-            master, momentum, variance: float32, or a StateArray.
+            master, momentum, variance: float32, or a StateArray. Optimizers without a variance: StateType.NONE.
             param: may be ``grad``, or 0 (no compute copy).
-            threads: a pool, or a number of threads.
             key: default zeros.
-            kwargs: all fields of AdamScalars.
+            new_states: master, momentum and variance to write; the old ones stay.
 
         Raises:
-            ValueError: null arrays, an ISA this processor lacks, or a ``param`` over a ``grad`` of another size.
+            ValueError: null arrays, or a ``param`` over a ``grad`` of another size.
+        """
+
+        def __init__(
+            self,
+            master: optim.StateArray,
+            momentum: optim.StateArray,
+            variance: optim.StateArray,
+            grad: int,
+            grad_dtype: DType,
+            param: int,
+            param_dtype: DType,
+            numel: int,
+            *,
+            key: optim.RandomKey | None = None,
+            new_states: Sequence[optim.StateArray] | None = None,
+        ) -> None: ...
+
+    class AdamScalars:
+        """Scalars of one Adam step (csrc/optim/kernels.h)."""
+
+        def __init__(
+            self,
+            *,
+            grad_scale: float,
+            weight_decay: float,
+            decay: float,
+            beta2: float,
+            one_minus_beta1: float,
+            one_minus_beta2: float,
+            inv_sqrt_bias_correction2: float,
+            eps: float,
+            step_size: float,
+        ) -> None: ...
+
+    class MomentumScalars:
+        """Scalars of one step of Lion or SGD (csrc/optim/kernels.h); those of other rules are not read."""
+
+        def __init__(
+            self,
+            rule: MomentumRule,
+            *,
+            grad_scale: float,
+            weight_decay: float,
+            decay: float,
+            step_size: float,
+            one_minus_beta1: float = 0.0,
+            one_minus_beta2: float = 0.0,
+            momentum_factor: float = 0.0,
+            one_minus_dampening: float = 0.0,
+        ) -> None: ...
+
+    @staticmethod
+    def update(
+        isa: str,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
+    ) -> None:
+        """One optimizer step. ``threads``: a pool, or a number of threads.
+
+        Raises ValueError for an ISA this processor lacks.
         """
 
     @staticmethod
-    def adam_param(
+    def update_param(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        threads: int | ThreadPool,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
     ) -> None:
-        """Like ``adam``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
+        """Like ``update``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
 
     @staticmethod
-    def adam_param_between(
+    def update_param_between(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
+        logs: int,
         most_grad_scale: float,
-        logs: int,
-        **scalars: float,
     ) -> None:
-        """Like ``adam_param``, for 16-bit values that are the same for every ``grad_scale`` up to ``most_grad_scale``.
-        Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements.
+        """Like ``update_param``, for 16-bit values that are the same for every ``grad_scale`` up to
+        ``most_grad_scale``. Scale-dependent values go to ``logs``, ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE``
+        elements.
         """
 
     @staticmethod
-    def adam_param_scale_dependent(
+    def update_param_scale_dependent(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars | optim.MomentumScalars,
+        threads: ThreadPool | int,
         logs: int,
-        **scalars: float,
     ) -> None:
-        """Like ``adam_param``, for the values that ``adam_param_between`` logged."""
+        """Like ``update_param``, for the values that ``update_param_between`` logged."""
 
     @staticmethod
-    def adam_apart(
+    def put_values(
         isa: str,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        new_states: Sequence[optim.StateArray],
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars,
+        threads: ThreadPool | int,
+        logs: int,
+        most_grad_scale: float,
+        capacity: int,
     ) -> None:
-        """Like ``adam``, but writes the new states to ``new_states`` (master, momentum, variance) and keeps the old
-        ones.
+        """In-place speculative update of bfloat16 params, the upper halves of split masters.
+
+        Writes values that are the same for every ``grad_scale`` up to ``most_grad_scale``. Scale-dependent values go to
+        logs of ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements, at most ``capacity`` values each.
         """
+
+    @staticmethod
+    def put_scale_dependent_values(
+        isa: str, range: optim.AdamRange, scalars: optim.AdamScalars, threads: ThreadPool | int, logs: int
+    ) -> None:
+        """Writes the values that ``put_values`` logged."""
+
+    @staticmethod
+    def put_states(
+        isa: str,
+        range: optim.AdamRange,
+        scalars: optim.AdamScalars,
+        threads: ThreadPool | int,
+        logs: int,
+        least_grad_scale: float,
+    ) -> int:
+        """Phase two: updates the states. Returns the number of params that differ from the update's result."""
+
+    @staticmethod
+    def take_values_back(
+        isa: str, range: optim.AdamRange, scalars: optim.AdamScalars, threads: ThreadPool | int, logs: int
+    ) -> None:
+        """Rolls back ``put_values``, given the same arguments."""
+
+    @staticmethod
+    def cuda_update(range: optim.AdamRange, scalars: optim.AdamScalars | optim.MomentumScalars, stream: int) -> None:
+        """Like ``update``."""
 
     @staticmethod
     def cast_from_float(isa: str, in_: int, out: int, out_dtype: DType, numel: int, num_threads: int) -> None:
@@ -1823,240 +1832,12 @@ class optim:
         """Sum of ``count`` float64 partials from ``first`` on: (rounded sum, rounding error)."""
 
     @staticmethod
-    def momentum_step(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """One step of Lion or SGD with momentum, with arrays as for ``adam``.
-
-        ``kwargs``: all fields of MomentumScalars (csrc/optim/kernels.h) that ``rule`` reads.
-        Raises ValueError as ``adam`` does.
-        """
-
-    @staticmethod
-    def momentum_param(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_step``, but writes only ``param``, apart from ``grad``. Requires a float32 master."""
-
-    @staticmethod
-    def momentum_apart(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        new_states: Sequence[optim.StateArray],
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_step``, but writes the new master and momentum to ``new_states`` and keeps the old ones."""
-
-    @staticmethod
-    def momentum_param_between(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        most_grad_scale: float,
-        logs: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam_param_between``, for ``momentum_param``."""
-
-    @staticmethod
-    def momentum_param_scale_dependent(
-        isa: str,
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_param``, for the values that ``momentum_param_between`` logged."""
-
-    @staticmethod
-    def cuda_momentum_step(
-        rule: MomentumRule,
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        stream: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``momentum_step``."""
-
-    @staticmethod
-    def adam_split(
-        isa: str,
-        lower: int,
-        momentum: int,
-        variance: int,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        numel: int,
-        num_threads: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam``, for masters split into bfloat16 ``param``, ``lower`` halves and signs of the variance."""
-
-    @staticmethod
-    def adam_put_values(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        most_grad_scale: float,
-        capacity: int,
-        **scalars: float,
-    ) -> None:
-        """In-place speculative update of bfloat16 params, the upper halves of split masters.
-
-        Writes values that are the same for every ``grad_scale`` up to ``most_grad_scale``. Scale-dependent values go to
-        logs of ``OPEN_LOG_BYTES`` per ``SCALE_DEPENDENT_PIECE`` elements, at most ``capacity`` values each.
-        """
-
-    @staticmethod
-    def adam_put_scale_dependent_values(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Writes the values that ``adam_put_values`` logged."""
-
-    @staticmethod
-    def adam_put_states(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        least_grad_scale: float,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> int:
-        """Phase two: updates the states. Returns the number of params that differ from the update's result."""
-
-    @staticmethod
-    def adam_take_values_back(
-        isa: str,
-        lower: int,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        param: int,
-        numel: int,
-        num_threads: int,
-        logs: int,
-        **scalars: float,
-    ) -> None:
-        """Rolls back ``adam_put_values``, given the same arguments."""
-
-    @staticmethod
     def split_master(isa: str, master: int, param: int, lower: int, variance: int, numel: int) -> None:
         """Splits float32 masters into bfloat16 params, 16-bit lower halves and signs of the variance."""
 
     @staticmethod
     def join_master(isa: str, param: int, lower: int, variance: int, master: int, numel: int) -> None:
         """Inverse of ``split_master``."""
-
-    @staticmethod
-    def cuda_adam_split(
-        lower: int,
-        momentum: int,
-        variance: int,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        numel: int,
-        stream: int,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam_split``."""
-
-    @staticmethod
-    def cuda_adam(
-        master: optim.StateArray,
-        momentum: optim.StateArray,
-        variance: optim.StateArray,
-        grad: int,
-        grad_dtype: DType,
-        param: int,
-        param_dtype: DType,
-        numel: int,
-        stream: int,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        """Like ``adam``."""
 
     @staticmethod
     def cuda_cast_from_float(in_: int, out: int, out_dtype: DType, numel: int, stream: int) -> None: ...

@@ -48,10 +48,9 @@ void register_types(nanobind::module_& module);
 void register_threads(nanobind::module_& module);
 void register_checksum(nanobind::module_& module);
 void register_optim(nanobind::module_& module);
-// Optimizers without a variance (Lion, SGD): their enum, and their kernels for the submodule.
 void register_momentum_rule(nanobind::module_& module);
-void register_momentum_kernels(nanobind::module_& module);
-void register_values_in_place(nanobind::module_& module);
+void register_update_arguments(nanobind::module_& module);
+void register_update_kernels(nanobind::module_& module);
 void register_cuda_kernels(nanobind::module_& module);  // CUDA builds only
 void register_loss_scaler(nanobind::module_& module);
 void register_quant(nanobind::module_& module);
@@ -73,10 +72,21 @@ void register_gradient_hook(nanobind::module_& module);
 // Conversions between C++ types and Python lists and dicts.
 nanobind::list describe_timeline(const Timeline& timeline);
 nanobind::dict describe_plan(const Plan& plan);
+// A problem that keeps its timeline; in Python PlanProblem.
+struct OwnedProblem {
+  OwnedProblem(Timeline of, PlanProblem rest) : timeline(std::move(of)), problem(std::move(rest)) {
+    problem.timeline = &timeline;
+  }
+  OwnedProblem(const OwnedProblem&) = delete;
+  OwnedProblem& operator=(const OwnedProblem&) = delete;
+
+  Timeline timeline;
+  PlanProblem problem;
+};
 // A traced step; describe_stalls(): {"seconds", "stalled_seconds": {StallCause: seconds}}.
 nanobind::dict describe_trace(const StepTrace& trace);
 nanobind::dict describe_stalls(const StepTrace& trace);
-// Arguments of make_plan, timeline aside.
+// Arguments of PlanProblem, accesses aside.
 nanobind::dict describe_problem(const PlanProblem& problem);
 Timeline parse_timeline(const nanobind::list& accesses);
 Plan parse_plan(const nanobind::dict& plan);

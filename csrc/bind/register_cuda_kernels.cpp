@@ -1,5 +1,4 @@
 #ifdef PATRICKSTAR_WITH_CUDA
-#include "bind/adam_scalars.h"
 #include "bind/bind.h"
 #include "bind/kernel_arguments.h"
 #include "optim/cuda_kernels.h"
@@ -17,21 +16,6 @@ cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(s
 // `stream`: torch.cuda.Stream.cuda_stream. Calls enqueue on the current device and return.
 void register_cuda_kernels(nb::module_& module) {
   module.def(
-      "cuda_adam",
-      [](const StateArray& master, const StateArray& momentum, const StateArray& variance, Address grad,
-         DType grad_dtype, Address param, DType param_dtype, int64_t numel, Address stream, const OptionalKey& key,
-         const nb::kwargs& scalars_by_name) {
-        const AdamArrays arrays{master, momentum,   variance,    grad,
-                                param,  grad_dtype, param_dtype, key.value_or(optim::RandomKey{})};
-        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
-        check_arrays(arrays, numel);
-        const nb::gil_scoped_release release;
-        optim::cuda::adam(arrays.range(0, numel), scalars, stream_of(stream));
-      },
-      kAdamDoc, nb::arg("master"), nb::arg("momentum"), nb::arg("variance"), nb::arg("grad"), nb::arg("grad_dtype"),
-      nb::arg("param"), nb::arg("param_dtype"), nb::arg("numel"), nb::arg("stream"), nb::kw_only(),
-      nb::arg("key") = nb::none(), nb::arg("scalars"));
-  module.def(
       "cuda_expand_state",
       [](StateType type, Address data, Address scales, Address out, int64_t numel, Address stream) {
         optim::cuda::expand_state(type, pointer<const void>(data), pointer<const float>(scales), pointer<float>(out),
@@ -48,24 +32,6 @@ void register_cuda_kernels(nb::module_& module) {
       },
       nb::arg("in_"), nb::arg("type"), nb::arg("out"), nb::arg("scales"), nb::arg("numel"), nb::arg("stream"),
       nb::kw_only(), nb::arg("key") = nb::none(), ReleaseGil());
-  module.def(
-      "cuda_adam_split",
-      [](Address lower, Address momentum, Address variance, Address grad, DType grad_dtype, Address param,
-         int64_t numel, Address stream, const nb::kwargs& scalars_by_name) {
-        const AdamArrays arrays{{StateType::kLowerHalf, lower},
-                                {StateType::kFloat32, momentum},
-                                {StateType::kFloat32, variance},
-                                grad,
-                                param,
-                                grad_dtype,
-                                DType::kBFloat16};
-        const optim::AdamScalars scalars = scalars_of(scalars_by_name);
-        check_arrays(arrays, numel);
-        const nb::gil_scoped_release release;
-        optim::cuda::adam(arrays.range(0, numel), scalars, stream_of(stream));
-      },
-      nb::arg("lower"), nb::arg("momentum"), nb::arg("variance"), nb::arg("grad"), nb::arg("grad_dtype"),
-      nb::arg("param"), nb::arg("numel"), nb::arg("stream"), nb::arg("scalars"));
   module.def(
       "cuda_cast_from_float",
       [](Address in, Address out, DType out_dtype, int64_t numel, Address stream) {

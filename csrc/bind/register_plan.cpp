@@ -205,7 +205,7 @@ void register_placement(nb::module_& module) {
         return describe_problem(pose_problem(layout, timeline, on_device, budget));
       },
       nb::arg("layout"), nb::arg("accesses"), nb::arg("states_on_device"), nb::arg("budget"),
-      "The planner's problem for a timeline: the arguments of make_plan (plan/placement.h).");
+      "The planner's problem for a timeline: the arguments of PlanProblem, accesses aside (plan/placement.h).");
 }
 
 }  // namespace
@@ -340,30 +340,34 @@ void register_plan(nb::module_& module) {
       .value("READ", ArrayUseMode::kRead)
       .value("WRITE", ArrayUseMode::kWrite)
       .value("FINALISE", ArrayUseMode::kFinalise);
+  nb::class_<OwnedProblem>(module, "PlanProblem",
+                           "A timeline, the costs of its arrays and limits of memory (plan/planner.h). costs: {(chunk, "
+                           "kind): (num_bytes, fetch_bytes, evict_bytes, finalise_bytes, survives_step)}, arrays of 0 "
+                           "bytes left out. idle_bytes: by access, or empty. round_trip_costs: by chunk, or empty.")
+      .def(
+          "__init__",
+          [](OwnedProblem* self, const nb::list& accesses, const CostMap& costs, int64_t limit_bytes,
+             int64_t least_activation_bytes, int64_t fixed_bytes, int64_t prefetch_bytes,
+             std::vector<int64_t> idle_bytes, int64_t gradient_room_bytes, const RoundTripCosts& round_trip_costs) {
+            Timeline timeline = parse_timeline(accesses);
+            PlanProblem problem{nullptr,
+                                parse_costs(costs, timeline),
+                                limit_bytes,
+                                least_activation_bytes,
+                                fixed_bytes,
+                                prefetch_bytes,
+                                std::move(idle_bytes),
+                                gradient_room_bytes,
+                                parse_round_trips(round_trip_costs)};
+            new (self) OwnedProblem(std::move(timeline), std::move(problem));
+          },
+          nb::arg("accesses"), nb::arg("costs"), nb::kw_only(), nb::arg("limit_bytes"),
+          nb::arg("least_activation_bytes") = 0, nb::arg("fixed_bytes") = 0, nb::arg("prefetch_bytes") = 0,
+          nb::arg("idle_bytes") = std::vector<int64_t>{}, nb::arg("gradient_room_bytes") = INT64_MAX,
+          nb::arg("round_trip_costs") = RoundTripCosts{});
   module.def(
-      "make_plan",
-      [](const nb::list& accesses, const CostMap& costs, int64_t limit_bytes, int64_t least_activation_bytes,
-         int64_t fixed_bytes, int64_t prefetch_bytes, std::vector<int64_t> idle_bytes, int64_t gradient_room_bytes,
-         const RoundTripCosts& round_trip_costs) {
-        const Timeline timeline = parse_timeline(accesses);
-        PlanProblem problem;
-        problem.timeline = &timeline;
-        problem.arrays = parse_costs(costs, timeline);
-        problem.limit_bytes = limit_bytes;
-        problem.least_activation_bytes = least_activation_bytes;
-        problem.fixed_bytes = fixed_bytes;
-        problem.prefetch_bytes = prefetch_bytes;
-        problem.idle_bytes = std::move(idle_bytes);
-        problem.gradient_room_bytes = gradient_room_bytes;
-        problem.round_trips = parse_round_trips(round_trip_costs);
-        return describe_plan(make_plan(problem));
-      },
-      nb::arg("accesses"), nb::arg("costs"), nb::kw_only(), nb::arg("limit_bytes"),
-      nb::arg("least_activation_bytes") = 0, nb::arg("fixed_bytes") = 0, nb::arg("prefetch_bytes") = 0,
-      nb::arg("idle_bytes") = std::vector<int64_t>{}, nb::arg("gradient_room_bytes") = INT64_MAX,
-      nb::arg("round_trip_costs") = RoundTripCosts{},
-      "Plans a timeline. costs: {(chunk, kind): (num_bytes, fetch_bytes, evict_bytes, finalise_bytes, survives_step)}, "
-      "arrays of 0 bytes left out. idle_bytes: by access, or empty.");
+      "make_plan", [](const OwnedProblem& given) { return describe_plan(make_plan(given.problem)); },
+      nb::arg("problem"), "Plans a timeline (plan/planner.h).");
   register_placement(module);
 }
 

@@ -52,48 +52,19 @@ nb::dict describe_choice(const PlanChoice& choice) {
 void register_choice(nb::module_& module) {
   module.def(
       "choose_plan",
-      [](const nb::list& accesses, const CostMap& costs, const Rates& rates, std::vector<double> compute_seconds,
-         std::vector<Recipe> updates, std::vector<int64_t> numels, int64_t limit_bytes, int64_t least_activation_bytes,
-         int64_t fixed_bytes, int64_t prefetch_bytes, int num_ranks, const CopiesByAccess& activations,
-         std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int64_t> idle_bytes,
-         int64_t gradient_room_bytes, const RoundTripCosts& round_trip_costs, int64_t round_trip_bytes) {
-        const Timeline timeline = parse_timeline(accesses);
-        const PlanProblem problem{&timeline,
-                                  parse_costs(costs, timeline),
-                                  limit_bytes,
-                                  least_activation_bytes,
-                                  fixed_bytes,
-                                  prefetch_bytes,
-                                  std::move(idle_bytes),
-                                  gradient_room_bytes,
-                                  parse_round_trips(round_trip_costs)};
-        StepShape shape{std::move(compute_seconds), std::move(updates),    std::move(numels),           num_ranks,
-                        parse_copies(activations),  std::move(disk_bytes), std::move(dequantized_bytes)};
-        return describe_choice(choose_plan(problem, rates, shape, round_trip_bytes));
+      [](const OwnedProblem& given, const Rates& rates, const StepShape& shape, int64_t round_trip_bytes) {
+        return describe_choice(choose_plan(given.problem, rates, shape, round_trip_bytes));
       },
-      nb::arg("accesses"), nb::arg("costs"), nb::arg("rates"), nb::kw_only(), nb::arg("compute_seconds"),
-      nb::arg("updates"), nb::arg("numels"), nb::arg("limit_bytes"), nb::arg("least_activation_bytes") = 0,
-      nb::arg("fixed_bytes") = 0, nb::arg("prefetch_bytes") = 0, nb::arg("num_ranks") = 1,
-      nb::arg("activations") = CopiesByAccess{}, nb::arg("disk_bytes") = std::vector<int64_t>{},
-      nb::arg("dequantized_bytes") = std::vector<int64_t>{}, nb::arg("idle_bytes") = std::vector<int64_t>{},
-      nb::arg("gradient_room_bytes") = INT64_MAX, nb::arg("round_trip_costs") = RoundTripCosts{},
-      nb::arg("round_trip_bytes") = 0,
+      nb::arg("problem"), nb::arg("rates"), nb::arg("shape"), nb::arg("round_trip_bytes") = 0,
       "The plan with the shortest simulated step, over prefetch room, deferred updates and GPU round trips "
       "(plan/plan_choice.h).");
   module.def(
       "choose_step",
       [](const Layout& layout, const nb::list& accesses, const std::vector<bool>& states_on_device,
-         const DeviceBudget& budget, const Rates& rates, std::vector<double> compute_seconds,
-         std::vector<Recipe> updates, UpdateStart start, const CopiesByAccess& activations,
-         std::vector<int64_t> dequantized_bytes) {
+         const DeviceBudget& budget, const Rates& rates, StepShape shape, UpdateStart start) {
         const Timeline timeline = parse_timeline(accesses);
         PlanProblem problem =
             pose_problem(layout, timeline, {states_on_device.begin(), states_on_device.end()}, budget);
-        StepShape shape;
-        shape.compute_seconds = std::move(compute_seconds);
-        shape.updates = std::move(updates);
-        shape.activations = parse_copies(activations);
-        shape.dequantized_bytes = std::move(dequantized_bytes);
         describe_updates(layout, shape);
         const PlanChoice choice =
             choose_plan(problem, rates, shape, start == UpdateStart::kCommitted ? round_trip_bytes(layout) : 0);
@@ -103,10 +74,9 @@ void register_choice(nb::module_& module) {
         return result;
       },
       nb::arg("layout"), nb::arg("accesses"), nb::arg("states_on_device"), nb::arg("budget"), nb::arg("rates"),
-      nb::kw_only(), nb::arg("compute_seconds"), nb::arg("updates"), nb::arg("start"),
-      nb::arg("activations") = CopiesByAccess{}, nb::arg("dequantized_bytes") = std::vector<int64_t>{},
-      "choose_plan for a layout, as by an engine with these measured times. Returns its result and the problem. GPU "
-      "round trips are allowed with optimizer-in-backward only.");
+      nb::arg("shape"), nb::arg("start"),
+      "choose_plan for a layout, as by an engine with these measured times; the layout gives the shape what it knows. "
+      "Returns its result and the problem. GPU round trips are allowed with optimizer-in-backward only.");
 }
 
 // Per instruction: {"op", "lane", "access", "chunk", "kind", "amount", "begin_seconds", "seconds"}; None where not
@@ -137,41 +107,29 @@ nb::list describe_program(const PlanProblem& problem, const Plan& plan, const Ra
   return result;
 }
 
-template <class Describe>
-void define_played(nb::module_& module, const char* name, const Describe& describe, const char* text) {
-  module.def(
-      name,
-      [describe](const nb::list& accesses, const CostMap& costs, const nb::dict& plan, const Rates& rates,
-                 std::vector<double> compute_seconds, std::vector<Recipe> updates, std::vector<int64_t> numels,
-                 int64_t limit_bytes, int64_t least_activation_bytes, int64_t fixed_bytes, int num_ranks,
-                 const CopiesByAccess& activations, std::vector<int64_t> disk_bytes,
-                 std::vector<int64_t> dequantized_bytes, int64_t gradient_room_bytes,
-                 const RoundTripCosts& round_trip_costs, std::vector<int> chunk_ranks) {
-        const Timeline timeline = parse_timeline(accesses);
-        PlanProblem problem;
-        problem.timeline = &timeline;
-        problem.arrays = parse_costs(costs, timeline);
-        problem.limit_bytes = limit_bytes;
-        problem.least_activation_bytes = least_activation_bytes;
-        problem.fixed_bytes = fixed_bytes;
-        problem.gradient_room_bytes = gradient_room_bytes;
-        problem.round_trips = parse_round_trips(round_trip_costs);
-        const StepShape shape{std::move(compute_seconds),
-                              std::move(updates),
-                              std::move(numels),
-                              num_ranks,
-                              parse_copies(activations),
-                              std::move(disk_bytes),
-                              std::move(dequantized_bytes),
-                              std::move(chunk_ranks)};
-        return describe(problem, parse_plan(plan), rates, shape);
-      },
-      nb::arg("accesses"), nb::arg("costs"), nb::arg("plan"), nb::arg("rates"), nb::kw_only(),
-      nb::arg("compute_seconds"), nb::arg("updates"), nb::arg("numels"), nb::arg("limit_bytes"),
-      nb::arg("least_activation_bytes") = 0, nb::arg("fixed_bytes") = 0, nb::arg("num_ranks") = 1,
-      nb::arg("activations") = CopiesByAccess{}, nb::arg("disk_bytes") = std::vector<int64_t>{},
-      nb::arg("dequantized_bytes") = std::vector<int64_t>{}, nb::arg("gradient_room_bytes") = INT64_MAX,
-      nb::arg("round_trip_costs") = RoundTripCosts{}, nb::arg("chunk_ranks") = std::vector<int>{}, text);
+void register_shape(nb::module_& module) {
+  nb::class_<StepShape>(module, "StepShape",
+                        "Properties of a step that its plan does not have (plan/step_shape.h). compute_seconds and "
+                        "activations: by access; updates, numels, disk_bytes, dequantized_bytes and chunk_ranks: by "
+                        "chunk.")
+      .def(
+          "__init__",
+          [](StepShape* self, std::vector<double> compute_seconds, std::vector<Recipe> updates,
+             std::vector<int64_t> numels, int num_ranks, const CopiesByAccess& activations,
+             std::vector<int64_t> disk_bytes, std::vector<int64_t> dequantized_bytes, std::vector<int> chunk_ranks) {
+            new (self) StepShape{std::move(compute_seconds),
+                                 std::move(updates),
+                                 std::move(numels),
+                                 num_ranks,
+                                 parse_copies(activations),
+                                 std::move(disk_bytes),
+                                 std::move(dequantized_bytes),
+                                 std::move(chunk_ranks)};
+          },
+          nb::kw_only(), nb::arg("compute_seconds"), nb::arg("updates"), nb::arg("numels") = std::vector<int64_t>{},
+          nb::arg("num_ranks") = 1, nb::arg("activations") = CopiesByAccess{},
+          nb::arg("disk_bytes") = std::vector<int64_t>{}, nb::arg("dequantized_bytes") = std::vector<int64_t>{},
+          nb::arg("chunk_ranks") = std::vector<int>{});
 }
 
 void register_recipes(nb::module_& module) {
@@ -239,15 +197,21 @@ void register_simulator(nb::module_& module) {
       .def_rw("disk_write_gbps", &Rates::disk_write_gbps)
       .def_rw("synchronize_seconds", &Rates::synchronize_seconds)
       .def_rw("launch_ahead_seconds", &Rates::launch_ahead_seconds);
-  define_played(
-      module, "simulate",
-      [](const PlanProblem& problem, const Plan& plan, const Rates& rates, const StepShape& shape) {
-        return describe_step(simulate(problem, plan, rates, shape));
+  register_shape(module);
+  module.def(
+      "simulate",
+      [](const OwnedProblem& given, const nb::dict& plan, const Rates& rates, const StepShape& shape) {
+        return describe_step(simulate(given.problem, parse_plan(plan), rates, shape));
       },
-      "Simulates a plan's steady step (plan/simulator.h). compute_seconds: by access; updates, numels, disk_bytes, "
-      "dequantized_bytes and round_trip_costs: by chunk.");
-  define_played(module, "play_program", &describe_program,
-                "Instructions of the simulated step in issue order, with their times (plan/ops.h).");
+      nb::arg("problem"), nb::arg("plan"), nb::arg("rates"), nb::arg("shape"),
+      "Simulates a plan's steady step (plan/simulator.h).");
+  module.def(
+      "play_program",
+      [](const OwnedProblem& given, const nb::dict& plan, const Rates& rates, const StepShape& shape) {
+        return describe_program(given.problem, parse_plan(plan), rates, shape);
+      },
+      nb::arg("problem"), nb::arg("plan"), nb::arg("rates"), nb::arg("shape"),
+      "Instructions of the simulated step in issue order, with their times (plan/ops.h).");
   register_recipes(module);
   register_choice(module);
 }

@@ -69,7 +69,8 @@ class DeviceBuffer {
 enum class OverLimit { kRefuse, kAllow };
 
 // kLoose: an idle buffer larger than the request may serve it, so memory need not change hands. kExact: for optimizer
-// states, which stay. A loose fit would waste up to a third of the memory of 8-bit states.
+// states, which stay: with loose fits a job with 8-bit states needs 3 % more device memory
+// (benchmark/results/cpu-exact-device-buffers.txt).
 enum class DeviceBufferFit : uint8_t { kLoose, kExact };
 
 // Most excess size of a buffer, relative to the request, when there is no room for a new one. Not measured by itself.

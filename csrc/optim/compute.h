@@ -28,6 +28,13 @@ struct UpdateJob {
   ScaleDependentStore* store = nullptr;       // memory of the scale-dependent values
 };
 
+// Calls function(passes of the rule, scalars) for scalars of a variant such as StepScalars; not for a matrix rule.
+template <typename Scalars, typename Function>
+void with_rule(const CpuKernels& kernels, const Scalars& scalars, const Function& function) {
+  if (const auto* adam = std::get_if<AdamScalars>(&scalars)) return function(kernels.adam, *adam);
+  function(kernels.momentum, std::get<MomentumScalars>(scalars));
+}
+
 // Elements `begin` to `end` of a range. With 8-bit states, `begin` must be a multiple of kStateBlock.
 AdamRange subrange(const AdamRange& range, int64_t begin, int64_t end);
 

@@ -41,16 +41,6 @@ class OpenScratch {
   std::unique_ptr<char[]> memory_;
 };
 
-// The passes of one rule.
-template <typename Scalars>
-struct RuleKernels {
-  void (*step)(const AdamRange& range, const Scalars& scalars);
-  void (*param)(const AdamRange& range, const Scalars& scalars);
-  void (*param_between)(const AdamRange& range, const Scalars& scalars, float most_grad_scale,
-                        ScaleDependentValues* dependent);
-  void (*param_scale_dependent)(const AdamRange& range, const Scalars& scalars, const ScaleDependentValues& dependent);
-};
-
 class PoolCompute final : public HostCompute {
  public:
   explicit PoolCompute(ThreadPool& pool) : pool_(pool), kernels_(cpu_kernels()) {}
@@ -58,12 +48,13 @@ class PoolCompute final : public HostCompute {
   void update(const std::vector<UpdateJob>& jobs) override {
     if (std::any_of(jobs.begin(), jobs.end(), is_matrix)) return update_matrices(jobs);
     run(jobs, kStateBlock, [this](const AdamRange& range, const UpdateJob& job, int64_t) {
-      with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) { kernels.step(range, scalars); });
+      with_rule(kernels_, job.scalars, [&](const auto& kernels, const auto& scalars) { kernels.step(range, scalars); });
     });
   }
   void update_param(const std::vector<UpdateJob>& jobs) override {
     run(jobs, kStateBlock, [this](const AdamRange& range, const UpdateJob& job, int64_t) {
-      with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) { kernels.param(range, scalars); });
+      with_rule(kernels_, job.scalars,
+                [&](const auto& kernels, const auto& scalars) { kernels.param(range, scalars); });
     });
   }
   void update_param_between(const std::vector<UpdateJob>& jobs) override {
@@ -74,7 +65,7 @@ class PoolCompute final : public HostCompute {
       for_pieces(range, [&](const AdamRange& piece) {
         std::optional<ScaleDependentValues> dependent = scratch.values();
         if (dependent) {
-          with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
+          with_rule(kernels_, job.scalars, [&](const auto& kernels, const auto& scalars) {
             kernels.param_between(piece, scalars, job.most_grad_scale, &*dependent);
           });
         }
@@ -86,7 +77,7 @@ class PoolCompute final : public HostCompute {
     run(jobs, kScaleDependentPiece, [this](const AdamRange& range, const UpdateJob& job, int64_t first) {
       const ScaleDependentValues* kept = job.dependent + first / kScaleDependentPiece;
       for_pieces(range, [&](const AdamRange& piece) {
-        with_kernels(job.scalars, [&](const auto& kernels, const auto& scalars) {
+        with_rule(kernels_, job.scalars, [&](const auto& kernels, const auto& scalars) {
           kernels.param_scale_dependent(piece, scalars, *kept);
         });
         ++kept;
@@ -197,20 +188,6 @@ class PoolCompute final : public HostCompute {
     for (const UpdateJob& job : jobs) {
       if (is_matrix(job)) update_matrix(*this, job.range, std::get<MatrixScalars>(job.scalars));
     }
-  }
-  // Calls function(kernels of the job's rule, scalars).
-  template <typename Function>
-  void with_kernels(const StepScalars& scalars, const Function& function) const {
-    if (const auto* adam = std::get_if<AdamScalars>(&scalars)) return function(kernels_of(*adam), *adam);
-    const auto& momentum = std::get<MomentumScalars>(scalars);
-    function(kernels_of(momentum), momentum);
-  }
-  RuleKernels<AdamScalars> kernels_of(const AdamScalars& /*scalars*/) const {
-    return {kernels_.adam, kernels_.adam_param, kernels_.adam_param_between, kernels_.adam_param_scale_dependent};
-  }
-  RuleKernels<MomentumScalars> kernels_of(const MomentumScalars& /*scalars*/) const {
-    return {kernels_.momentum_step, kernels_.momentum_param, kernels_.momentum_param_between,
-            kernels_.momentum_param_scale_dependent};
   }
 
   // Calls kernel(part, its job, first element), where the first element is a multiple of `unit`. Jobs are concatenated

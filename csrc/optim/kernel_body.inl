@@ -181,10 +181,8 @@ void sum_squares(const void* x, DType dtype, int64_t numel, double* partials) {
 
 constexpr CpuKernels table(const char* isa) {
   return CpuKernels{isa,
-                    adam,
-                    adam_param,
-                    adam_param_between,
-                    adam_param_scale_dependent,
+                    {adam, adam_param, adam_param_between, adam_param_scale_dependent},
+                    {momentum_step, momentum_param, momentum_param_between, momentum_param_scale_dependent},
                     adam_put_values,
                     adam_put_scale_dependent_values,
                     adam_put_states,
@@ -197,11 +195,7 @@ constexpr CpuKernels table(const char* isa) {
                     add_to_float,
                     sum_squares,
                     expand_state,
-                    compress_state,
-                    momentum_step,
-                    momentum_param,
-                    momentum_param_between,
-                    momentum_param_scale_dependent};
+                    compress_state};
 }
 
 #undef PS_FLOATS

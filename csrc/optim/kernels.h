@@ -200,7 +200,7 @@ constexpr RandomKey random_key(uint64_t seed, int64_t step, int64_t param, int64
 // states stay unchanged.
 //
 // With lower halves or no master, `param` is read too. It is then bfloat16, apart from `grad` and never null, states
-// are updated in place, and only adam and momentum_step accept the range.
+// are updated in place, and only `RuleKernels::step` accepts the range.
 //
 // 8-bit states have scales, from the range's first block on. The range begins with a block. Its last block may be
 // shorter: elements behind its end are neither read nor written and do not affect the scale.
@@ -218,7 +218,7 @@ struct AdamRange {
   void* new_variance = nullptr;                   // [numel] of `variance_type`
   StateType master_type = StateType::kFloat32;    // or kLowerHalf, or kNone: only `param` exists
   StateType momentum_type = StateType::kFloat32;  // or kBFloat16, kSigned8
-  StateType variance_type = StateType::kFloat32;  // or kBFloat16, kUnsigned8; kNone for momentum_step
+  StateType variance_type = StateType::kFloat32;  // or kBFloat16, kUnsigned8; kNone without a variance
   float* momentum_scales = nullptr;               // [ceil(numel / kStateBlock)], 8-bit moments only, as the next three
   float* variance_scales = nullptr;
   float* new_momentum_scales = nullptr;
@@ -226,20 +226,26 @@ struct AdamRange {
   RandomKey key = {};
 };
 
-// The functions of one ISA, constant tables. Obtained from cpu_kernels() or cpu_kernels_named().
-struct CpuKernels {
-  const char* isa;
-  void (*adam)(const AdamRange& range, const AdamScalars& scalars);
-  // Stores only `param`, with adam's bits; `param` must be apart from all other arrays.
-  void (*adam_param)(const AdamRange& range, const AdamScalars& scalars);
+// The passes of one update rule.
+template <typename Scalars>
+struct RuleKernels {
+  void (*step)(const AdamRange& range, const Scalars& scalars);
+  // Stores only `param`, with the bits of `step`; `param` must be apart from all other arrays.
+  void (*param)(const AdamRange& range, const Scalars& scalars);
   // [Note: scale-independent values], at most kScaleDependentPiece elements: stores the parameters that are equal for
   // each grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `dependent`. `grad` and
   // `param` have the same 16-bit dtype.
-  void (*adam_param_between)(const AdamRange& range, const AdamScalars& scalars, float most_grad_scale,
-                             ScaleDependentValues* dependent);
+  void (*param_between)(const AdamRange& range, const Scalars& scalars, float most_grad_scale,
+                        ScaleDependentValues* dependent);
   // The values in `dependent`, with the known scale.
-  void (*adam_param_scale_dependent)(const AdamRange& range, const AdamScalars& scalars,
-                                     const ScaleDependentValues& dependent);
+  void (*param_scale_dependent)(const AdamRange& range, const Scalars& scalars, const ScaleDependentValues& dependent);
+};
+
+// The functions of one ISA, constant tables. Obtained from cpu_kernels() or cpu_kernels_named().
+struct CpuKernels {
+  const char* isa;
+  RuleKernels<AdamScalars> adam;
+  RuleKernels<MomentumScalars> momentum;  // for each MomentumRule; the variance is null and of type kNone
   // [Note: values in place], at most kScaleDependentPiece elements of a split master: replaces the parameters that are
   // equal for each grad_scale from that of `scalars` to `most_grad_scale`, and lists the others in `dependent`. If
   // `dependent` overflows (kAll), nothing is changed.
@@ -276,13 +282,6 @@ struct CpuKernels {
   void (*expand_state)(StateType type, const void* data, const float* scales, float* out, int64_t numel);
   void (*compress_state)(const float* in, StateType type, void* out, float* scales, int64_t numel,
                          const RandomKey& key);
-  // adam and its passes for `scalars.rule`. The variance is null and of type kNone.
-  void (*momentum_step)(const AdamRange& range, const MomentumScalars& scalars);
-  void (*momentum_param)(const AdamRange& range, const MomentumScalars& scalars);
-  void (*momentum_param_between)(const AdamRange& range, const MomentumScalars& scalars, float most_grad_scale,
-                                 ScaleDependentValues* dependent);
-  void (*momentum_param_scale_dependent)(const AdamRange& range, const MomentumScalars& scalars,
-                                         const ScaleDependentValues& dependent);
 };
 
 // The table of chosen_isa() (common/isa.h).

@@ -40,7 +40,6 @@ class UseHolds {
   Tick open_scope(const std::vector<ParamId>& params, HoldUntil until);
   // Throws StateError if no scope is open.
   void close_scope();
-  int num_open_scopes() const { return static_cast<int>(scopes_.size()); }
 
   // An operation is about to use `params`. Returns the tick of the use.
   Tick touch(const std::vector<ParamId>& params);

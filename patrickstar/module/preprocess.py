@@ -226,84 +226,93 @@ def plan_params(
         ValueError: ``quantization.skip_modules`` names no module, no weight can be quantised, or a trained parameter
             shares memory with something else.
     """
-    scoped = {
-        module._parameters[name]: do_allreduce
-        for module, names in _scoped_modules(module)
-        for name, do_allreduce in names.items()
-        if name in module._parameters
-    }
-    on_host = _cpu_embeddings(module) if use_cpu_embedding else set()
-    renormalized = {
-        child.weight
-        for child in module.modules()
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
-    }
-    norms = _params_with_statistics(module, compute_dtype)
-    embeddings = _embedding_weights(module)
+    rules = _SortingRules(module, compute_dtype, use_cpu_embedding=use_cpu_embedding, in_groups=in_groups)
     quantizable = quantizable_weights(module, quantization)
-    with_pytorch = {
-        param
-        for param in module.parameters()
-        if param in scoped or param in on_host or param in renormalized or not _is_plain(param, compute_dtype)
-    }
-
-    def is_trained(param: nn.Parameter) -> bool:
-        return param.requires_grad and (in_groups is None or param in in_groups)
-
-    def may_tie(one: nn.Parameter, other: nn.Parameter) -> bool:
-        alike = norms.get(one) == norms.get(other) and part_of(one) == part_of(other)
-        return with_pytorch.isdisjoint((one, other)) and alike
-
-    aliases = find_aliases(module, filter(is_trained, module.parameters()), may_tie)
+    aliases = find_aliases(module, filter(rules.is_trained, module.parameters()), rules.may_tie)
     ties: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
     for tied, owner in aliases.ties.items():
         ties[owner] = (*ties.get(owner, ()), tied)
-    chunked, managed = [], []
-    for name, param in module.named_parameters():
-        trained = is_trained(param)
-        if param in aliases.ties:
-            continue
-        part = part_of(param)
-        if param in with_pytorch:
-            if part is not None:
-                raise ValueError(
-                    f"{name} is divided over ranks, but stays with PyTorch, where ranks share it; register it outside "
-                    "of torch_scope, or leave expert_parallel out"
-                )
-            managed.append(
-                ManagedParam(
-                    name=name,
-                    param=param,
-                    on_host=param in on_host,
-                    all_reduced=scoped.get(param, True),
-                    trained=trained,
-                )
-            )
-        else:
-            dtype = norms.get(param, compute_dtype)
-            chunked.append(
-                ChunkedSpec(
-                    name=name,
-                    param=param,
-                    shape=param.shape if part is None else part.shape_of(param.shape),
-                    compute_dtype=dtype,
-                    original_device=param.device,
-                    trained=trained,
-                    keeps_float32=param in embeddings or param.dim() < 2 or param.numel() < _LEAST_8_BIT_NUMEL,
-                    quantization=(
-                        _C.QuantType.NONE if param.requires_grad else quantizable.get(param, _C.QuantType.NONE)
-                    ),
-                    part=part,
-                    ties=ties.get(param, ()),
-                )
-            )
-    if quantization is not None and not any(spec.quantization is not _C.QuantType.NONE for spec in chunked):
+    named = [(name, param) for name, param in module.named_parameters() if param not in aliases.ties]
+    managed = [rules.managed(name, param) for name, param in named if param in rules.with_pytorch]
+    chunked = [
+        dataclasses.replace(
+            rules.chunked(name, param),
+            quantization=_C.QuantType.NONE if param.requires_grad else quantizable.get(param, _C.QuantType.NONE),
+            ties=ties.get(param, ()),
+        )
+        for name, param in named
+        if param not in rules.with_pytorch
+    ]
+    sorted_params = SortedParams(chunked=chunked, managed=managed, untrainable=aliases.untrainable)
+    if quantization is not None and not sorted_params.quantized:
         raise ValueError(
             f"quantization is {quantization.type.value!r}, but no weight of a linear layer of {type(module).__name__} "
             "is frozen, and those that are trained are not quantised; put adapters around the model (get_peft_model), "
             "freeze weights with requires_grad_(False), or leave quantization out"
         )
-    return SortedParams(chunked=chunked, managed=managed, untrainable=aliases.untrainable)
+    return sorted_params
+
+
+class _SortingRules:
+    """Properties of a module's parameters that decide where they go."""
+
+    with_pytorch: set[nn.Parameter]
+    """Parameters that stay with PyTorch."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype,
+        *,
+        use_cpu_embedding: bool,
+        in_groups: Collection[nn.Parameter] | None,
+    ):
+        self._compute_dtype, self._in_groups = compute_dtype, in_groups
+        self._scoped = _torch_scoped_params(module)
+        self._on_host = _cpu_embeddings(module) if use_cpu_embedding else set()
+        self._with_statistics = _params_with_statistics(module, compute_dtype)
+        self._embeddings = _embedding_weights(module)
+        kept = {*self._scoped, *self._on_host, *_renormalized(module)}
+        self.with_pytorch = {
+            param for param in module.parameters() if param in kept or not _is_plain(param, compute_dtype)
+        }
+
+    def is_trained(self, param: nn.Parameter) -> bool:
+        return param.requires_grad and (self._in_groups is None or param in self._in_groups)
+
+    def may_tie(self, one: nn.Parameter, other: nn.Parameter) -> bool:
+        """True if both may be one parameter of a chunk."""
+        norms = self._with_statistics
+        alike = norms.get(one) == norms.get(other) and part_of(one) == part_of(other)
+        return self.with_pytorch.isdisjoint((one, other)) and alike
+
+    def managed(self, name: str, param: nn.Parameter) -> ManagedParam:
+        """Raises ValueError if ranks do not share ``param``."""
+        if part_of(param) is not None:
+            raise ValueError(
+                f"{name} is divided over ranks, but stays with PyTorch, where ranks share it; register it outside "
+                "of torch_scope, or leave expert_parallel out"
+            )
+        return ManagedParam(
+            name=name,
+            param=param,
+            on_host=param in self._on_host,
+            all_reduced=self._scoped.get(param, True),
+            trained=self.is_trained(param),
+        )
+
+    def chunked(self, name: str, param: nn.Parameter) -> ChunkedSpec:
+        part = part_of(param)
+        return ChunkedSpec(
+            name=name,
+            param=param,
+            shape=param.shape if part is None else part.shape_of(param.shape),
+            compute_dtype=self._with_statistics.get(param, self._compute_dtype),
+            original_device=param.device,
+            trained=self.is_trained(param),
+            keeps_float32=param in self._embeddings or param.dim() < 2 or param.numel() < _LEAST_8_BIT_NUMEL,
+            part=part,
+        )
 
 
 def is_converted(dtype: torch.dtype, compute_dtype: torch.dtype) -> bool:
@@ -328,8 +337,20 @@ def _embedding_weights(module: nn.Module) -> set[nn.Parameter]:
     return {child.weight for child in embeddings if isinstance(child.weight, nn.Parameter)}
 
 
-def _scoped_modules(module: nn.Module) -> list[tuple[nn.Module, dict[str, bool]]]:
-    return [(child, _torch_scoped[child]) for child in module.modules() if child in _torch_scoped]
+def _torch_scoped_params(module: nn.Module) -> dict[nn.Parameter, bool]:
+    """Parameters made inside :func:`torch_scope`, with its ``do_allreduce``."""
+    return {
+        child._parameters[name]: do_allreduce
+        for child in module.modules()
+        for name, do_allreduce in _torch_scoped.get(child, {}).items()
+        if name in child._parameters
+    }
+
+
+def _renormalized(module: nn.Module) -> set[nn.Parameter]:
+    """Weights that their layer's forward writes."""
+    embeddings = (child for child in module.modules() if isinstance(child, (nn.Embedding, nn.EmbeddingBag)))
+    return {child.weight for child in embeddings if child.max_norm is not None}
 
 
 def _cpu_embeddings(module: nn.Module) -> set[nn.Parameter]:

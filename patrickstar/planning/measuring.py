@@ -40,23 +40,14 @@ def measure_host_adam_gparams(numel: int = 16 * 2**20) -> float:
     pool = _C.ThreadPool(threads.num_threads, threads.worker_cpus)
     master, momentum, variance = (torch.zeros(numel) for _ in range(3))
     grad = torch.zeros(numel, dtype=torch.bfloat16)
-    scalars = dict.fromkeys(("grad_scale", "decay", "inv_sqrt_bias_correction2", "eps", "step_size"), 1.0)
-    scalars |= {"weight_decay": 0.0, "beta2": 0.999, "one_minus_beta1": 0.1, "one_minus_beta2": 0.001}
+    states = [_C.optim.StateArray(tensor.data_ptr()) for tensor in (master, momentum, variance)]
+    half = (grad.data_ptr(), _C.DType.BFLOAT16)
+    arrays = _C.optim.AdamRange(*states, *half, *half, numel)
+    ones = dict.fromkeys(("grad_scale", "decay", "inv_sqrt_bias_correction2", "eps", "step_size"), 1.0)
+    scalars = _C.optim.AdamScalars(weight_decay=0.0, beta2=0.999, one_minus_beta1=0.1, one_minus_beta2=0.001, **ones)
 
     def update() -> None:
-        _C.optim.adam(
-            _C.optim.isa(),
-            master.data_ptr(),
-            momentum.data_ptr(),
-            variance.data_ptr(),
-            grad.data_ptr(),
-            _C.DType.BFLOAT16,
-            grad.data_ptr(),
-            _C.DType.BFLOAT16,
-            numel,
-            pool,
-            **scalars,
-        )
+        _C.optim.update(_C.optim.isa(), arrays, scalars, pool)
 
     update()
     seconds = []

@@ -57,7 +57,7 @@ def most_samples(
             for access in accesses
         ]
         problem = _C.pose_problem(layout, risen, on_device, budget)
-        return _C.make_plan(risen, **problem)["least_limit_bytes"] <= enough
+        return _C.make_plan(_C.PlanProblem(risen, **problem))["least_limit_bytes"] <= enough
 
     least, most = samples, upto  # least fits; most may not
     while least < most:

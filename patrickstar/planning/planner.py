@@ -262,13 +262,14 @@ class Planner:
         """
         trace = self._trace(question)
         sizes = self._sizes(question, trace)
-        return min(self._predictor(question, trace, size).needed_device_bytes(question.setting) for size in sizes)
+        placers = [self._predictor(question, trace, size).placer for size in sizes]
+        return min(placer.needed_device_bytes(question.setting) for placer in placers)
 
     def most_offloaded_bytes(self, question: Question) -> int:
         """Activations that an answer offloads at most."""
         trace = self._trace(question)
         sizes = self._sizes(question, trace)
-        return max(self._predictor(question, trace, size).away_bytes(question.setting) for size in sizes)
+        return max(self._predictor(question, trace, size).timelines.away_bytes(question.setting) for size in sizes)
 
     def most_tokens(self, question: Question) -> int | None:
         """Longest sequence of its model if positions are rows of a table; else None."""

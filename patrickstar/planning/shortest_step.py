@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from patrickstar import _C
 from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place
 from patrickstar.planning.case import Case
+from patrickstar.planning.placing import device_budget
 from patrickstar.planning.prediction import Predictor
 from patrickstar.planning.setting import DoesNotFitError, Setting
 from patrickstar.sizes import size_in_words
@@ -89,30 +90,30 @@ class ShortestStep:
         """Numbers of leading chunks with states on the device: with these budgets, and with so little host memory that
         no other update could begin in backward.
         """
-        budget = self._predictor.device_budget(setting)
-        usual = self._predictor.num_state_chunks(setting, budget)
+        budget = device_budget(setting)
+        usual = self._predictor.placer.num_state_chunks(setting, budget)
         if not setting.updates_take_memory:
             return usual, usual
         budget.host_limit_bytes = 0
-        return usual, self._predictor.num_state_chunks(setting, budget)
+        return usual, self._predictor.placer.num_state_chunks(setting, budget)
 
     def _with_fewer(self, setting: Setting, count: int) -> Setting | None:
         """Returns the setting with the largest ``margin_use_ratio`` that puts ``count`` chunks' states on the device,
         or None.
         """
-        budget = self._predictor.device_budget(setting)
+        budget = device_budget(setting)
         budget.host_limit_bytes = 2**62
         low, high = 0.0, setting.margin_use_ratio
         for _ in range(_HALVINGS):
             budget.margin_use_ratio = (low + high) / 2
             low, high = (
                 (low, budget.margin_use_ratio)
-                if self._predictor.num_state_chunks(setting, budget) > count
+                if self._predictor.placer.num_state_chunks(setting, budget) > count
                 else ((low + high) / 2, high)
             )
         for ratio in (math.floor(low * 1000) / 1000, low):  # a rounded ratio if it works as well
             budget.margin_use_ratio = ratio
-            if ratio > 0.0 and self._predictor.num_state_chunks(setting, budget) == count:
+            if ratio > 0.0 and self._predictor.placer.num_state_chunks(setting, budget) == count:
                 return dataclasses.replace(setting, margin_use_ratio=ratio)
         return None
 
@@ -124,7 +125,7 @@ class ShortestStep:
             return None
         on_host = [chunk for chunk in self._predictor.chunks[count:] if chunk["trainable"]]
         states = sum(chunk["resting_tier_bytes"] - chunk["param_bytes"] for chunk in on_host[:num_whole])
-        num_bytes = size_in_words(self._bytes_ahead(count) + self._predictor.away_bytes(setting) + states)
+        num_bytes = size_in_words(self._bytes_ahead(count) + self._predictor.timelines.away_bytes(setting) + states)
         return dataclasses.replace(setting, host_bytes=num_bytes) if num_bytes < setting.host_bytes else None
 
     def _bytes_ahead(self, first: int) -> int:

@@ -55,7 +55,7 @@ def _simulated(
     updates: Sequence[_C.Recipe],
     activations: Sequence[Sequence[int]] = (),
 ) -> Prediction:
-    return Prediction(**_C.simulate(**_step_arguments(plan, compute_seconds, rates, updates, activations)))
+    return Prediction(**_C.simulate(*_step_arguments(plan, compute_seconds, rates, updates, activations)))
 
 
 def _step_arguments(
@@ -64,23 +64,19 @@ def _step_arguments(
     rates: _C.Rates,
     updates: Sequence[_C.Recipe],
     activations: Sequence[Sequence[int]],
-) -> dict[str, Any]:
+) -> tuple[_C.PlanProblem, dict[str, Any], _C.Rates, _C.StepShape]:
     """Returns the arguments of ``_C.simulate`` and ``_C.play_program``."""
-    problem = {key: value for key, value in plan.problem.items() if key not in ("prefetch_bytes", "idle_bytes")}
-    return {
-        "accesses": plan.timeline,
-        "plan": plan.as_core(),
-        "rates": rates,
-        "compute_seconds": list(compute_seconds),
-        "updates": list(updates),
-        "activations": list(activations),
-        "numels": [chunk.shard_numel for chunk in plan.chunks],
-        "num_ranks": plan.num_ranks,
-        "chunk_ranks": [chunk.numel // chunk.shard_numel for chunk in plan.chunks],
-        "disk_bytes": [chunk.disk_bytes for chunk in plan.chunks],
-        "dequantized_bytes": _dequantized_bytes(lambda: plan.chunks, rates),
-        **problem,
-    }
+    shape = _C.StepShape(
+        compute_seconds=compute_seconds,
+        updates=updates,
+        numels=[chunk.shard_numel for chunk in plan.chunks],
+        num_ranks=plan.num_ranks,
+        activations=activations,
+        disk_bytes=[chunk.disk_bytes for chunk in plan.chunks],
+        dequantized_bytes=_dequantized_bytes(lambda: plan.chunks, rates),
+        chunk_ranks=[chunk.numel // chunk.shard_numel for chunk in plan.chunks],
+    )
+    return _C.PlanProblem(plan.timeline, **plan.problem), plan.as_core(), rates, shape
 
 
 def played_instructions(plan: Plan) -> list[PlayedInstruction]:
@@ -95,7 +91,7 @@ def played_instructions(plan: Plan) -> list[PlayedInstruction]:
             "patrickstar plan estimates them"
         )
     arguments = _step_arguments(plan, **plan.times.as_core())
-    return [PlayedInstruction(**fields) for fields in _C.play_program(**arguments)]
+    return [PlayedInstruction(**fields) for fields in _C.play_program(*arguments)]
 
 
 def shared_host_plan(
@@ -137,18 +133,13 @@ def choose_step(
     rates: _C.Rates,
 ) -> dict[str, Any]:
     """Returns the core's choice of plan, as an engine makes it from measured times (csrc/plan/plan_choice.h)."""
-    return _C.choose_step(
-        layout,
-        timed.accesses,
-        on_device,
-        budget,
-        rates,
+    shape = _C.StepShape(
         compute_seconds=timed.seconds,
         updates=updates,
-        start=start,
         activations=[copies.as_core() for copies in timed.copies],
         dequantized_bytes=_dequantized_bytes(lambda: planned_chunks(layout, on_device), rates),
     )
+    return _C.choose_step(layout, timed.accesses, on_device, budget, rates, shape, start)
 
 
 def choose_plan(

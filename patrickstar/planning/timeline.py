@@ -77,8 +77,3 @@ def play_accesses(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[
     """
     calls = [(use.call, use.params, use.until, use.begin, use.end) for use in uses.uses]
     return Accesses(*_C.play_uses(layout, list(states_on_device), calls))
-
-
-def make_timeline(uses: StepUses, layout: _C.Layout, states_on_device: Sequence[bool]) -> TimedTimeline:
-    """Returns the timeline of a step with these uses; arguments as in :func:`play_accesses`."""
-    return play_accesses(uses, layout, states_on_device).timed(uses)

@@ -14,6 +14,7 @@ used, or one is made from torchrun's environment, which `close` takes down again
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,16 @@ from patrickstar.ranks.wording import describe_disagreement, format_ranks
 from patrickstar.ranks.world import Meeting, enter_world, leave_world, meet
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class _State(enum.Enum):
+    """Connections of :class:`RankGroups`."""
+
+    JOINED = enum.auto()
+    """Control groups only."""
+    CONNECTED = enum.auto()
+    """Communicators for chunks too."""
+    CLOSED = enum.auto()
 
 
 class RankGroups:
@@ -54,9 +65,8 @@ class RankGroups:
         self._connections = Connections(context, self.members, timeout_seconds)
         self.control = self._connections.control
         self.gather = self.scatter = _C.collective.make_single_communicator()
-        self._has_collectives = False
-        self._uses_world = False
-        self._closed = False
+        self._state = _State.JOINED
+        self._world = contextlib.ExitStack()
         self._process = os.getpid()
 
     def _connect(self, meeting: Meeting) -> None:
@@ -74,9 +84,9 @@ class RankGroups:
 
     def open_collectives(self) -> None:
         """Opens ``gather`` and ``scatter`` if necessary. All ranks of these groups must call it at the same point."""
-        if self._has_collectives:
+        if self._state is _State.CONNECTED:
             return
-        self._has_collectives = True
+        self._state = _State.CONNECTED
         if self._watch is None:
             self.gather = self.scatter = self._connections.open_for_all()
             return
@@ -90,7 +100,7 @@ class RankGroups:
         """Replaces :meth:`open_collectives`: takes communicators that these ranks opened, in their order, before they
         were ranks. They fail, are aborted and are closed with these groups.
         """
-        self._has_collectives = True
+        self._state = _State.CONNECTED
         self.gather, self.scatter = connected.gather, connected.scatter
         self._connections.keep_connected(connected)
 
@@ -178,9 +188,9 @@ class RankGroups:
         """Waits for the other ranks to close too, unless one has failed, and takes down everything that `open_ranks`
         made. Raises RankFailure if another rank leaves without closing.
         """
-        if self._closed or self.is_fork:
+        if self._state is _State.CLOSED or self.is_fork:
             return
-        self._closed = True
+        self._state = _State.CLOSED
         try:
             if self._watch is not None and self._watch.failure is None:
                 with self.guard("close"):
@@ -192,7 +202,7 @@ class RankGroups:
         """Posts that this rank leaves because of ``error``, and aborts all running operations. Afterwards only
         :meth:`leave` may be called.
         """
-        if self._closed or self._watch is None or self.is_fork:
+        if self._state is _State.CLOSED or self._watch is None or self.is_fork:
             return
         if self._watch.failure is None:
             self._watch.announce(f"rank {self.context.rank}: {type(error).__name__}: {first_line(error)}")
@@ -204,13 +214,11 @@ class RankGroups:
         self._take_down()
 
     def _take_down(self) -> None:
-        self._closed = True
+        self._state = _State.CLOSED
         if self.is_fork:  # PyTorch's groups have threads, which belong to the other process
             return
         self._connections.close()
-        if self._uses_world:
-            self._uses_world = False
-            leave_world()
+        self._world.close()
 
     def __enter__(self) -> RankGroups:
         return self
@@ -288,7 +296,7 @@ def join_ranks(
         leave_world()
         raise
     groups = RankGroups(context, members, timeout_seconds)
-    groups._uses_world = True
+    groups._world.callback(leave_world)
     if len(members) == 1:  # as without a world: nobody else fails with this process
         return groups
     try:

@@ -17,7 +17,7 @@ from patrickstar.ranks.chunk_communicators import ChunkCommunicators
 from patrickstar.ranks.failures import first_line, is_interrupt
 from patrickstar.resize.devices import DeviceShards, pass_on, prepare_to_receive
 from patrickstar.resize.plan import ResizeKeys, ResizeOptions, ResizePlan, UserState, description
-from patrickstar.resize.reopening import change
+from patrickstar.resize.reopening import DecidedResize, change
 from patrickstar.resize.resizing import check_supported, check_user_state
 from patrickstar.resize.shards import HeldShards, Shards, check_state, reached_state
 from patrickstar.session.interrupts import deferred_signals
@@ -77,9 +77,10 @@ def join_session(session: Session, options: ResizeOptions) -> Resized:
                 raise ResizeError("this process did not join: the ranks that train gave the resize up")
             unless_joined.pop_all()
         held = HeldShards(prepared.shards, prepared.on_devices, None, rank)
-        return change(
-            session, plan, keys, prepared.shards, held, rank, options, prepared.connected, state=prepared.state
+        decided = DecidedResize(
+            plan=plan, keys=keys, options=options, shards=prepared.shards, connected=prepared.connected
         )
+        return change(session, decided, held, rank, prepared.state)
 
 
 def _prepare(

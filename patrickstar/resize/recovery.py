@@ -36,7 +36,7 @@ from patrickstar.ranks.world import end_world
 from patrickstar.ranks.world_store import serve_world
 from patrickstar.resize.copies import Copies, Copy, ShardCopy
 from patrickstar.resize.plan import ResizeKeys, ResizeOptions, ResizePlan, UserState, accumulation_for
-from patrickstar.resize.reopening import left, open_again
+from patrickstar.resize.reopening import DecidedResize, left, open_again
 from patrickstar.resize.shards import IN_MEMORY, Range, Shards, arrays_of, write_parts
 from patrickstar.session.lifecycle import suspend
 from patrickstar.session.session import Session
@@ -106,7 +106,8 @@ def recover_session(
     state = None if held.copy is None else copy.deepcopy(held.copy.state)
     fill = functools.partial(_fill_core, session, shards, new, held.shards.get(old))
     managed = [{} for _ in session.managed.params] if state is None else state["managed"]
-    resized = open_again(session, plan, keys, shards, fill, new, options, None, managed, state)
+    decided = DecidedResize(plan=plan, keys=keys, options=options, shards=shards)
+    resized = open_again(session, decided, fill, new, managed, state)
     if held.copy is not None:
         held.copy.restore_rest(session)
     copies.forget_but(verdict.generation)

@@ -7,6 +7,7 @@ session says so, they are left without a core and may go on from copies (recover
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import socket
@@ -37,38 +38,38 @@ from patrickstar.session.session import LostRanks, Session
 _ARRIVAL_SECONDS = 60.0  # from the first new rank to the last: all were ready when the change was decided
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecidedResize:
+    """A resize after its decision, as one process takes part in it."""
+
+    plan: ResizePlan
+    keys: ResizeKeys
+    options: ResizeOptions
+    shards: Shards
+    """Shards of all ranks."""
+    connected: ChunkCommunicators | None = None
+    """Communicators that the new ranks have opened already."""
+
+
 def change(
-    session: Session,
-    plan: ResizePlan,
-    keys: ResizeKeys,
-    shards: Shards,
-    held: HeldShards,
-    new: int | None,
-    options: ResizeOptions,
-    connected: ChunkCommunicators | None,
-    state: dict[str, Any] | None = None,
+    session: Session, decided: DecidedResize, held: HeldShards, new: int | None, state: dict[str, Any] | None = None
 ) -> Resized:
     """Closes the old core and opens the new one, after the decision.
 
     Args:
         session: of this process.
-        plan: of the resize.
-        keys: of its services.
-        shards: of all ranks.
+        decided: the resize.
         held: sources of this process's new shards.
         new: its new rank; None: it leaves.
-        options: of the resize.
-        connected: communicators that the new ranks have opened already.
         state: for a joining process, the leader's.
     """
-    with _ending_together(session, shards, connected):
-        options.note_phase(ResizePhase.CLOSE)
+    with _ending_together(session, decided):
+        decided.options.note_phase(ResizePhase.CLOSE)
         managed = managed_states(session) if state is None else state["managed"]
         evict_all(session, lambda: held.set_aside(session))
         if new is None:
-            return left(session, plan, shards)
-    fill = functools.partial(held.fill, session)
-    return open_again(session, plan, keys, shards, fill, new, options, connected, managed, state)
+            return left(session, decided.plan, decided.shards)
+    return open_again(session, decided, functools.partial(held.fill, session), new, managed, state)
 
 
 def left(session: Session, plan: ResizePlan, shards: Shards) -> Resized:
@@ -79,14 +80,14 @@ def left(session: Session, plan: ResizePlan, shards: Shards) -> Resized:
 
 
 @contextlib.contextmanager
-def _ending_together(session: Session, shards: Shards, connected: ChunkCommunicators | None) -> Iterator[None]:
+def _ending_together(session: Session, decided: DecidedResize) -> Iterator[None]:
     """After an error the session has no core, and its process is no rank."""
     try:
         yield
     except BaseException as error:
-        shards.remove()  # useless from now on
-        if connected is not None:
-            connected.close()
+        decided.shards.remove()  # useless from now on
+        if decided.connected is not None:
+            decided.connected.close()
         if session.lost_ranks is LostRanks.GO_ON and isinstance(error, _C.RankFailure):
             suspend(session, error)
         else:
@@ -96,13 +97,9 @@ def _ending_together(session: Session, shards: Shards, connected: ChunkCommunica
 
 def open_again(
     session: Session,
-    plan: ResizePlan,
-    keys: ResizeKeys,
-    shards: Shards,
+    decided: DecidedResize,
     fill: Callable[[], None],
     new: int,
-    options: ResizeOptions,
-    connected: ChunkCommunicators | None,
     managed: Sequence[dict[str, Any]],
     state: dict[str, Any] | None,
 ) -> Resized:
@@ -113,18 +110,19 @@ def open_again(
         managed: states of parameters that stay with PyTorch.
         state: beside shards; None: this process has it.
     """
-    with _ending_together(session, shards, connected):
+    plan, options, shards = decided.plan, decided.options, decided.shards
+    with _ending_together(session, decided):
         options.note_phase(ResizePhase.OPEN)
         was = session.ranks.context
         update = {"gradient_accumulation_steps": plan.accumulation}
         config = session.config = session.config.model_copy(update=update)
         arrival_seconds = min(options.timeout_seconds, _ARRIVAL_SECONDS)
-        move_to_world(plan.place(new, keys), config.rank_timeout_seconds, arrival_seconds)
+        move_to_world(plan.place(new, decided.keys), config.rank_timeout_seconds, arrival_seconds)
         ranks = session.ranks = open_ranks(
             device_type=was.device.type,
             timeout_seconds=config.rank_timeout_seconds,
             device_index=was.device.index,
-            connected=connected,
+            connected=decided.connected,
         )
         with ranks.guard("resize"):
             check_same_config(ranks, config)

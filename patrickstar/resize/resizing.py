@@ -47,7 +47,7 @@ from patrickstar.resize.plan import (
     make_plan,
     together,
 )
-from patrickstar.resize.reopening import change
+from patrickstar.resize.reopening import DecidedResize, change
 from patrickstar.resize.shards import (
     HeldShards,
     Shards,
@@ -63,6 +63,49 @@ from patrickstar.state.save_load import check_between_steps
 
 def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | None, options: ResizeOptions) -> Resized:
     """Implements ``Engine.resize``. Collective over all ranks of the session."""
+    _check_begin(session, options)
+    session.saves.finish()  # a failure would be lost with the present ranks; all of them have it
+    with contextlib.ExitStack() as until_changed:
+        said = f"{num_ranks} ranks, leaving {leaving}, user state {sorted(options.user_state)}"
+        session.ranks.check_agreement("the resize", said)
+        former = assign_ranks(len(session.ranks.members), num_ranks, leaving)
+        with all_or_none(session, "the resize was not begun"):
+            options.note_phase(ResizePhase.GATHER)
+            check_user_state(options.user_state, num_ranks)
+            check_room(session, num_ranks)
+            allowed = allowed_micro_batches(session, num_ranks, options.user_state)
+        known = _known_of_all(session, allowed)
+        meeting: Rendezvous | None = None
+        plan: ResizePlan | None = None
+        with all_or_none(session, "the ranks were not gathered"):
+            if None in former:
+                options.run_secret()  # fails early on a rank without the secret
+            if session.ranks.control.rank == 0:
+                meeting = options.meeting_place() if None in former else None
+                plan = _planned_by_leader(session, former, known, meeting, options, until_changed)
+        plan = _shared_plan(session, plan)
+        if meeting is not None:
+            until_changed.enter_context(meeting.beating(plan.token))
+        move = _Move(session, plan, options, known, meeting)
+        try:
+            move.publish()
+            move.receive(until_changed)
+            move.decide()
+        except BaseException:
+            move.give_up()
+            raise
+        finally:
+            move.close_server()
+        if move.new is None:
+            move.leave()
+        held = HeldShards(move.shards, move.on_devices, move.rank, move.new)
+        decided = DecidedResize(
+            plan=plan, keys=move.keys, options=options, shards=move.shards, connected=move.connected
+        )
+        return change(session, decided, held, move.new)
+
+
+def _check_begin(session: Session, options: ResizeOptions) -> None:
     check_supported(session, "resize")
     limit = session.config.rank_timeout_seconds
     if not 0 < options.timeout_seconds < limit:
@@ -71,105 +114,132 @@ def resize_session(session: Session, num_ranks: int, leaving: Sequence[int] | No
             f"{limit:g}, for which ranks wait for the one that leads"
         )
     check_between_steps(session, "resize")
-    session.saves.finish()  # a failure would be lost with the present ranks; all of them have it
-    ranks = session.ranks
-    control, is_leader = ranks.control, ranks.control.rank == 0
-    with contextlib.ExitStack() as until_changed:
-        said = f"{num_ranks} ranks, leaving {leaving}, user state {sorted(options.user_state)}"
-        ranks.check_agreement("the resize", said)
-        former = assign_ranks(len(ranks.members), num_ranks, leaving)
-        num_joining = former.count(None)
-        meeting: Rendezvous | None = None
-        plan: ResizePlan | None = None
-        with all_or_none(session, "the resize was not begun"):
-            options.note_phase(ResizePhase.GATHER)
-            check_user_state(options.user_state, num_ranks)
-            check_room(session, num_ranks)
-            allowed = allowed_micro_batches(session, num_ranks, options.user_state)
-        allowed = least_of_all(together(session, json.dumps(allowed)))
-        session.runtime.drop_derivable()  # makes room for arriving values
-        facts = _shared_facts(session)
-        on_device = on_all_devices(together(session, json.dumps(params_on_device(session))))
-        with all_or_none(session, "the ranks were not gathered"):
-            if num_joining > 0:
-                options.run_secret()  # fails early on a rank without the secret
-            if is_leader:
-                joiners: dict[int, dict[str, Any]] = {}
-                if num_joining > 0:
-                    meeting = options.meeting_place()
-                    joiners = meeting.gather(num_joining, options.timeout_seconds)
-                    until_changed.callback(meeting.send_away, joiners, "the ranks that train gave the resize up")
-                staying = _staying(former, facts, joiners)
-                try:
-                    check_joiners(session, joiners, options.user_state)
-                    _check_memory(session, staying, former, facts)
-                except (ResizeError, _C.MemoryBudgetError) as error:
-                    if meeting is not None:
-                        meeting.send_away(joiners, str(error))
-                    raise
-                hosts, others = [one.host for one in staying], [one.host for one in facts]
-                plan = make_plan(session, former, joiners, hosts, others, options, allowed)
-                rooms = device_rooms(facts, staying)
-                plan = dataclasses.replace(plan, on_device=choose_params(session, plan, on_device, rooms))
-        plan = _shared_plan(session, plan)
-        if is_leader and meeting is not None:
-            until_changed.enter_context(meeting.beating(plan.token))
 
-        new, keys = plan.new_rank(control.rank), plan.keys(options)
-        whom = f"old rank {control.rank}'s process"
-        shards = Shards(session, plan, new, options.folder, keys.files)
-        on_devices = shards.on_devices(control.rank, new)
-        server: FileServer | None = None
-        connected: ChunkCommunicators | None = None
-        is_decided = False
-        try:
-            with session.guard("resize"):
-                plan.reach_world(keys, whom, limit)
-            with all_or_none(session, "shards were not published"), plan.giving_up(whom):
-                options.note_phase(ResizePhase.PUBLISH)
-                check_copies(facts, [shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)])
-                publish(session, shards, control.rank)
-                if is_leader:
-                    write_state(session, shards.state_path, options.user_state)
-            server = shards.serve(options, control.rank)
-            told = together(session, server.address if server is not None else "")
-            addresses = [address.decode() for address in told]
-            with all_or_none(session, "not all that is needed is there"), plan.giving_up(whom):
-                options.note_phase(ResizePhase.CHECK)
-                if is_leader and meeting is not None:
-                    for number in plan.joiners:
-                        meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
-                    meeting.await_at_work(plan.joiners, options.timeout_seconds)
-                place = plan.passing_place(keys, control.rank)
-                connected = pass_on(session, plan, shards.moves, on_devices, place, options)
-                if new is not None:
-                    shards.files.reach(new, addresses, options.timeout_seconds)
-                if is_leader and meeting is not None:
-                    meeting.answers(plan.joiners, options.timeout_seconds)
-                until_changed.enter_context(deferred_signals())
 
-            options.note_phase(ResizePhase.DECIDE)
-            with all_or_none(session, "the resize was given up"):
-                if meeting is not None:
-                    meeting.decide(plan.token, Decision.RESIZE)
-            is_decided = True  # on every rank: all_or_none has exchanged that none failed
-        finally:
-            if not is_decided:
-                if connected is not None:
-                    connected.close()
-                plan.forget_world()
-                if meeting is not None:
-                    with contextlib.suppress(RuntimeError):
-                        meeting.decide(plan.token, Decision.STAY)
-                shards.remove()  # on every rank, since the leader may be gone
-            if server is not None:
-                server.close()
-        if new is None:
-            plan.forget_world()
-            if server is not None:
-                shards.remove_given(control.rank, server)
-        held = HeldShards(shards, on_devices, control.rank, new)
-        return change(session, plan, keys, shards, held, new, options, connected)
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """Facts that the old ranks have exchanged before the plan."""
+
+    allowed: dict[str, int]
+    """Largest micro-batch that fits on every rank, by name of the user state that asks for it."""
+    facts: list[MemoryFacts]
+    """By old rank."""
+    on_device: list[int]
+    """Parameters that all old ranks have on their devices."""
+
+
+def _known_of_all(session: Session, allowed: dict[str, int]) -> _Known:
+    allowed = least_of_all(together(session, json.dumps(allowed)))
+    session.runtime.drop_derivable()  # makes room for arriving values
+    facts = _shared_facts(session)
+    return _Known(allowed, facts, on_all_devices(together(session, json.dumps(params_on_device(session)))))
+
+
+def _planned_by_leader(
+    session: Session,
+    former: list[int | None],
+    known: _Known,
+    meeting: Rendezvous | None,
+    options: ResizeOptions,
+    until_changed: contextlib.ExitStack,
+) -> ResizePlan:
+    """Gathers the joiners, if there are any, and plans with them."""
+    joiners: dict[int, dict[str, Any]] = {}
+    if meeting is not None:
+        joiners = meeting.gather(former.count(None), options.timeout_seconds)
+        until_changed.callback(meeting.send_away, joiners, "the ranks that train gave the resize up")
+    staying = _staying(former, known.facts, joiners)
+    try:
+        check_joiners(session, joiners, options.user_state)
+        _check_memory(session, staying, former, known.facts)
+    except (ResizeError, _C.MemoryBudgetError) as error:
+        if meeting is not None:
+            meeting.send_away(joiners, str(error))
+        raise
+    hosts, others = [one.host for one in staying], [one.host for one in known.facts]
+    plan = make_plan(session, former, joiners, hosts, others, options, known.allowed)
+    rooms = device_rooms(known.facts, staying)
+    return dataclasses.replace(plan, on_device=choose_params(session, plan, known.on_device, rooms))
+
+
+class _Move:
+    """One old rank's part of a planned resize, up to the decision."""
+
+    connected: ChunkCommunicators | None = None
+    """Communicators of the new ranks."""
+
+    def __init__(
+        self, session: Session, plan: ResizePlan, options: ResizeOptions, known: _Known, meeting: Rendezvous | None
+    ):
+        self._session, self._plan, self._options = session, plan, options
+        self._facts, self._meeting = known.facts, meeting
+        self.rank = session.ranks.control.rank
+        self.new, self.keys = plan.new_rank(self.rank), plan.keys(options)
+        self._whom = f"old rank {self.rank}'s process"
+        self.shards = Shards(session, plan, self.new, options.folder, self.keys.files)
+        self.on_devices = self.shards.on_devices(self.rank, self.new)
+        self._server: FileServer | None = None
+
+    def publish(self) -> None:
+        """Publishes copies of the parts that others need."""
+        session, plan = self._session, self._plan
+        with session.guard("resize"):
+            plan.reach_world(self.keys, self._whom, session.config.rank_timeout_seconds)
+        with all_or_none(session, "shards were not published"), plan.giving_up(self._whom):
+            self._options.note_phase(ResizePhase.PUBLISH)
+            copied = [self.shards.copied_bytes(rank, plan.new_rank(rank)) for rank in range(plan.num_old)]
+            check_copies(self._facts, copied)
+            publish(session, self.shards, self.rank)
+            if self.rank == 0:
+                write_state(session, self.shards.state_path, self._options.user_state)
+
+    def receive(self, until_changed: contextlib.ExitStack) -> None:
+        """Checks that all ranks, joiners too, have what they need. Then signals are deferred."""
+        session, plan, options, meeting = self._session, self._plan, self._options, self._meeting
+        self._server = self.shards.serve(options, self.rank)
+        told = together(session, self._server.address if self._server is not None else "")
+        addresses = [address.decode() for address in told]
+        with all_or_none(session, "not all that is needed is there"), plan.giving_up(self._whom):
+            options.note_phase(ResizePhase.CHECK)
+            if meeting is not None:
+                for number in plan.joiners:
+                    meeting.invite(number, {"plan": dataclasses.asdict(plan), "addresses": addresses})
+                meeting.await_at_work(plan.joiners, options.timeout_seconds)
+            place = plan.passing_place(self.keys, self.rank)
+            self.connected = pass_on(session, plan, self.shards.moves, self.on_devices, place, options)
+            if self.new is not None:
+                self.shards.files.reach(self.new, addresses, options.timeout_seconds)
+            if meeting is not None:
+                meeting.answers(plan.joiners, options.timeout_seconds)
+            until_changed.enter_context(deferred_signals())
+
+    def decide(self) -> None:
+        """Decides for the resize, from which no process can go back."""
+        self._options.note_phase(ResizePhase.DECIDE)
+        with all_or_none(self._session, "the resize was given up"):
+            if self._meeting is not None:
+                self._meeting.decide(self._plan.token, Decision.RESIZE)
+        # If a rank gets here, every rank does: all_or_none has exchanged that none failed.
+
+    def give_up(self) -> None:
+        """Undoes what was published, before the decision."""
+        if self.connected is not None:
+            self.connected.close()
+        self._plan.forget_world()
+        if self._meeting is not None:
+            with contextlib.suppress(RuntimeError):
+                self._meeting.decide(self._plan.token, Decision.STAY)
+        self.shards.remove()  # on every rank, since the leader may be gone
+
+    def close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def leave(self) -> None:
+        """Removes what only a rank that goes on needs. Call after :meth:`close_server`."""
+        self._plan.forget_world()
+        if self._server is not None:
+            self.shards.remove_given(self.rank, self._server)
 
 
 def _shared_plan(session: Session, plan: ResizePlan | None) -> ResizePlan:

@@ -19,7 +19,7 @@ import torch
 
 from patrickstar.sequence.dropout import Dropout
 from patrickstar.sequence.kernel_choice import WHOLE_BLOCKS, AttentionDevice, Kernel, Question, choose
-from patrickstar.sequence.kernels import KERNELS, Scoring, sum_dtype, token_major
+from patrickstar.sequence.kernels import KERNELS, Scoring, Whole, sum_dtype, token_major
 from patrickstar.sequence.layout import Slice
 from patrickstar.sequence.masking import Cover, Masking
 
@@ -132,11 +132,12 @@ def _zeros(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return like.new_zeros((batch, tokens, heads, head_dim), dtype=sum_dtype(like)).transpose(1, 2)
 
 
-def sinks_gradient(grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def sinks_gradient(whole: Whole, sinks: torch.Tensor) -> torch.Tensor:
     """Gradient of ``sinks`` [heads]: the sum of ``-probability * (grad . out)`` over queries.
 
     ``out`` and ``lse`` are those that :meth:`Partial.result` returns with sinks.
     """
+    grad, out, lse = whole
     delta = (grad.to(lse.dtype) * out).sum(dim=-1)
     probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
     return -(probability * delta).sum(dim=(0, 2)).to(sinks.dtype)
@@ -192,8 +193,7 @@ def attend(found: Partial, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bl
 
 def attend_backward(
     totals: tuple[Total, Total, Total],
-    grad: torch.Tensor,
-    whole: tuple[torch.Tensor, torch.Tensor],
+    whole: Whole,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -204,12 +204,11 @@ def attend_backward(
 
     Args:
         totals: the gradients of ``q``, ``k`` and ``v``.
-        grad: gradient of the output over all keys.
-        whole: that output and the log-sum-exp, as :meth:`Partial.result` returns them.
+        whole: attention of ``q`` to all keys, as :meth:`Partial.result` returns it, and its gradient.
         q: as in :func:`attend`, like ``k``, ``v``, ``block`` and ``rule``.
     """
     for piece, kernel in _pieces(q, v, block, rule):
-        of_queries = (part[:, :, piece.rows] for part in (grad, *whole, q))
+        of_queries = Whole(*(part[:, :, piece.rows] for part in whole)), q[:, :, piece.rows]
         of_keys = (part[:, :, piece.columns] for part in (k, v))
         found = KERNELS[kernel].backward(*of_queries, *of_keys, _scoring(q, piece, rule))
         for total, places, part in zip(totals, (piece.rows, piece.columns, piece.columns), found, strict=True):

@@ -2,11 +2,10 @@
 
     kernel = choose(Device.of(q), Question(q.dtype, (128, 128), (4096, 4096), Cover.ALL, dropout_p=0.0))
     out, lse = KERNELS[kernel].forward(q, k, v, scoring)
-    grad_q, grad_k, grad_v = KERNELS[kernel].backward(grad, out, lse, q, k, v, scoring)
+    grad_q, grad_k, grad_v = KERNELS[kernel].backward(Whole(grad, out, lse), q, k, v, scoring)
 
 ``q`` and ``out`` are [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, key heads, keys, head_dim]. ``lse`` is
-[batch, heads, queries] in float32 (float64 for float64). In backward, ``out`` and ``lse`` are those over all keys,
-possibly merged from blocks of several kernels: all return the natural logarithm.
+[batch, heads, queries] in float32 (float64 for float64): the natural logarithm, from all kernels.
 
 [Note: token-major tensors] Tensors have the shape [batch, heads, tokens, head_dim] and the memory order [batch, tokens,
 heads, head_dim], as projections return them. So no kernel copies them: flash and memory-efficient attention work in
@@ -83,16 +82,25 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class Whole(NamedTuple):
+    """Attention over all keys, possibly merged from blocks of several kernels."""
+
+    grad: torch.Tensor
+    """Gradient of ``out``."""
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class Passes(NamedTuple):
     """Forward and backward of one kernel.
 
     ``forward(q, k, v, scoring)`` returns the output, in q's dtype or :func:`sum_dtype`, and the log-sum-exp. They are 0
-    and -inf for a query that sees no key. ``backward(grad, out, lse, q, k, v, scoring)`` returns the block's parts of
-    the gradients of q, k and v.
+    and -inf for a query that sees no key. ``backward(whole, q, k, v, scoring)`` returns the block's parts of the
+    gradients of q, k and v.
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Pair]
-    backward: Callable[..., Gradients]
+    backward: Callable[[Whole, torch.Tensor, torch.Tensor, torch.Tensor, Scoring], Gradients]
 
 
 def _cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Pair:
@@ -102,15 +110,8 @@ def _cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: S
     return out, lse.reshape(q.shape[:-1])
 
 
-def _cudnn_backward(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-) -> Gradients:
+def _cudnn_backward(whole: Whole, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Gradients:
+    grad, out, lse = whole
     lengths = q.shape[-2], k.shape[-2]
     lse = lse.contiguous()  # the kernel ignores strides and reads a contiguous lse (NVIDIA/cudnn-frontend#304)
     lse = lse.unsqueeze(-1) if _cudnn_lse_dims() == 4 else lse
@@ -134,15 +135,8 @@ def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: S
     return out, lse
 
 
-def _flash_backward(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-) -> Gradients:
+def _flash_backward(whole: Whole, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Gradients:
+    grad, out, lse = whole
     lengths = q.shape[-2], k.shape[-2]
     unused = _no_dropout(q, torch.uint64)
     return _aten._scaled_dot_product_flash_attention_backward(
@@ -181,15 +175,8 @@ def _efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scorin
     return out.masked_fill(sees_nothing.unsqueeze(-1), 0.0), lse.masked_fill(sees_nothing, -torch.inf)
 
 
-def _efficient_backward(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-) -> Gradients:
+def _efficient_backward(whole: Whole, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Gradients:
+    grad, out, lse = whole
     many = [as_many_heads(part, q) for part in (k, v)]
     length = lse.shape[-1]
     padded = lse.new_full((*lse.shape[:-1], _round_up(length, _LSE_ALIGNMENT)), torch.inf)
@@ -224,19 +211,12 @@ def _flex_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Sc
     return capped_attention(q, k, v, scoring.mask, scoring.is_causal, scoring.softcap, scoring.scale)
 
 
-def _flex_backward(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-) -> Gradients:
+def _flex_backward(whole: Whole, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Gradients:
     """Computes the block's forward again, and differentiates its own output and log-sum-exp: FlexAttention's interface
     offers no more. ``out`` is a sum over blocks of ``share * own`` with ``share = exp(own_lse - lse)``. So the gradient
     of ``own_lse`` is ``share * (grad . (own - out))``.
     """
+    grad, out, lse = whole
     leaves = [part.detach().requires_grad_() for part in (q, k, v)]
     with torch.enable_grad():
         own, own_lse = _flex_forward(*leaves, scoring)
@@ -252,15 +232,8 @@ def _host_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Sc
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, scoring.is_causal, scale=scoring.scale)
 
 
-def _host_backward(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-) -> Gradients:
+def _host_backward(whole: Whole, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Gradients:
+    grad, out, lse = whole
     many = [as_many_heads(part, q) for part in (k, v)]
     grad_q, grad_k, grad_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, *many, out, lse, 0.0, scoring.is_causal, scale=scoring.scale
@@ -278,15 +251,8 @@ def _plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: S
     return probabilities @ v, lse
 
 
-def _plain_backward(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-) -> Gradients:
+def _plain_backward(whole: Whole, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> Gradients:
+    grad, out, lse = whole
     own_k, own_v = k, v
     grad, out = (part.to(sum_dtype(q)) for part in (grad, out))
     q, k, v = _wide(q, k, v)

@@ -17,7 +17,7 @@ import torch
 
 from patrickstar.sequence.block import Block, Partial, Rule, Total, attend, attend_backward, merged, sinks_gradient
 from patrickstar.sequence.group import Exchange, SequenceGroup
-from patrickstar.sequence.kernels import token_major
+from patrickstar.sequence.kernels import Whole, token_major
 from patrickstar.sequence.layout import Mode, Slice, slices_of_rank
 
 
@@ -56,16 +56,17 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
         """Gradients of this rank's queries, keys and values, and its part of that of the sinks."""
-        q, k, v, sinks, *whole = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         group, mode, rule = ctx.group, ctx.mode, ctx.rule
         group.meet()
-        grad, grad_q, own = token_major(grad), Total(q), [Total(k), Total(v)]
+        whole = Whole(token_major(grad), out, lse)
+        grad_q, own = Total(q), [Total(k), Total(v)]
         travelling, sums = [k, v], None
         for turn in range(group.size):
             coming = None if turn == group.size - 1 else _pass_on(group, travelling)
             parts = own if turn == 0 else [Total(k), Total(v)]
             for block in blocks_of_turn(group, mode, turn, q.shape[-2], rule):
-                attend_backward((grad_q, *parts), grad, tuple(whole), q, *travelling, block, rule)
+                attend_backward((grad_q, *parts), whole, q, *travelling, block, rule)
             if turn > 0:
                 sums = _pass_on(group, _summed(parts, sums))
             if coming is not None:
@@ -73,7 +74,7 @@ class RingAttention(torch.autograd.Function):
         grad_k, grad_v = (
             (part.result() for part in own) if sums is None else (part.to(q.dtype) for part in _summed(own, sums))
         )
-        grad_sinks = None if sinks is None else sinks_gradient(grad, *whole, sinks)
+        grad_sinks = None if sinks is None else sinks_gradient(whole, sinks)
         return grad_q.result(), grad_k, grad_v, grad_sinks, None, None, None
 
 

@@ -11,6 +11,7 @@ from tests.bits import assert_same_bits
 DTYPES = {torch.float32: _C.DType.FLOAT32, torch.bfloat16: _C.DType.BFLOAT16, torch.float16: _C.DType.FLOAT16}
 HALVES = [torch.bfloat16, torch.float16]
 ISAS = _C.optim.supported_isas()
+AdamScalars, MomentumScalars = _C.optim.AdamScalars, _C.optim.MomentumScalars
 CANONICAL_NAN = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 SPECIALS = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, -1.1754944e-38, 6e-8, -6.1e-5, 1.0, -1.0, 65504.0, 65519.996,
             65520.0, -65536.0, 3.4028235e38, -3.4e38, math.inf, -math.inf, math.nan, -math.nan]  # fmt: skip
@@ -74,10 +75,11 @@ class AdamArrays:
         named = {"master": self.master, "momentum": self.momentum, "variance": self.variance, "param": self.param}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def addresses(self):
+    def range(self, **options):
         param = (0, DTYPES[torch.float32]) if self.param is None else (address(self.param), DTYPES[self.param.dtype])
-        return (address(self.master), address(self.momentum), address(self.variance), address(self.grad),
-                DTYPES[self.grad.dtype], *param, self.master.numel())  # fmt: skip
+        states = (address(self.master), address(self.momentum), address(self.variance))
+        grad = (address(self.grad), DTYPES[self.grad.dtype])
+        return _C.optim.AdamRange(*states, *grad, *param, self.master.numel(), **options)
 
 
 def address(tensor):
@@ -98,7 +100,7 @@ def make_arrays(numel, grad_dtype, param_dtype, *, in_place, seed, wild):
 
 
 def run_adam(isa, arrays, scalars, num_threads=1):
-    _C.optim.adam(isa, *arrays.addresses(), num_threads, **scalars)
+    _C.optim.update(isa, arrays.range(), AdamScalars(**scalars), num_threads)
 
 
 def cast_from_float(isa, values, dtype, num_threads=1):
@@ -123,29 +125,33 @@ def add_up(partials, first=0, count=None):
     return _C.optim.add_up(address(partials), first, partials.numel() - first if count is None else count)
 
 
-def check_other_passes(call, initial, expected, scalars, most_scale_dependent):
-    """New states apart from the old ones, the parameter alone with the states in phase two it, and values that are
-    settled between two scales: each gives one update's bits. ``call(name, update, *more, with_param=True, **scalars)``
-    calls the kernel ``name``; an update's memory ends with its parameter.
+def check_other_passes(isa, make_scalars, initial, expected, scalars, most_scale_dependent):
+    """New states apart from the old ones, the parameter alone with the states in phase two, and values that are settled
+    between two scales: each gives one update's bits. An update's memory ends with its parameter.
     """
+
+    def call(name, update, *more, factor=1.0, **options):
+        own = make_scalars(**{**scalars, "grad_scale": scalars["grad_scale"] * factor})
+        getattr(_C.optim, name)(isa, update.range(**options), own, 2, *more)
+
     numel, untouched = len(initial.grad), initial.memory()[:-1]
     update, new = initial.copy(3), initial.copy(3)
-    call("apart", update, new_states=new.arrays(), **scalars)
+    call("update", update, new_states=new.states())
     assert_same_bits([*new.memory()[:-1], update.param], expected.memory(), "new states")
     assert_same_bits(update.memory()[:-1], untouched, "old states")
 
     update = initial.copy()
-    call("param", update, **scalars)
+    call("update_param", update)
     assert_same_bits(update.param, expected.param, "parameter alone")
     assert_same_bits(update.memory()[:-1], untouched, "only read")
-    call("", update, with_param=False, **scalars)
+    call("update", update, with_param=False)
     assert_same_bits(update.memory(), expected.memory(), "states in phase two")
 
-    update, scale = initial.copy(), scalars["grad_scale"]
+    update = initial.copy()
     logs = torch.zeros(-(-numel // _C.optim.SCALE_DEPENDENT_PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
-    call("param_between", update, scale * 1.02, address(logs), **{**scalars, "grad_scale": scale * 0.98})
+    call("update_param_between", update, address(logs), scalars["grad_scale"] * 1.02, factor=0.98)
     counts = logs[:, :8].contiguous().view(torch.int64)
     assert (counts >= 0).all() and counts.sum() < most_scale_dependent and (counts.sum() > 0 or numel < 1000)
-    call("param_scale_dependent", update, address(logs), **scalars)
+    call("update_param_scale_dependent", update, address(logs))
     assert_same_bits(update.param, expected.param, "scale-independent and scale-dependent")
     assert_same_bits(update.memory()[:-1], untouched, "only read")

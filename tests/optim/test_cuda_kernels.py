@@ -11,6 +11,8 @@ from tests.optim import test_momentum_kernels as one_moment
 from tests.optim.kernel_calls import (
     DTYPES,
     HALVES,
+    AdamScalars,
+    MomentumScalars,
     adam_scalars,
     add_up,
     address,
@@ -31,6 +33,7 @@ SCALARS = {
     "no_eps": adam_scalars(1000, eps=0.0, grad_scale=2.0**-16),
     "tiny": adam_scalars(2, lr=1e-30, eps=1.2e-38, grad_scale=1.2e-38),
 }
+SPLIT = (_C.StateType.LOWER_HALF, _C.StateType.FLOAT32, _C.StateType.FLOAT32)
 SIZES = [0, 1, 3, 4, 5, 255, 1023, 1024, 1025, 4095, 4096, 4097, 70_001]
 NUMELS = st.one_of(st.sampled_from(SIZES), st.integers(0, 3000))
 SEEDS = st.integers(0, 2**31)
@@ -49,7 +52,7 @@ def to_device(tensor, misalign=0):
 def check_adam(arrays, scalars, misalign=0):
     expected, device = arrays.clone(), arrays.clone("cuda", misalign)
     run_adam("scalar", expected, scalars)
-    _C.optim.cuda_adam(*device.addresses(), stream(), **scalars)
+    _C.optim.cuda_update(device.range(), AdamScalars(**scalars), stream())
     for name, tensor in device.outputs().items():
         assert_same_bits(tensor.cpu(), expected.outputs()[name], f"cuda {name}")
 
@@ -66,16 +69,12 @@ def test_adam_of_split_masters(scalars, grad_dtype, misalign):
         _C.optim.split_master(
             "scalar", address(master), address(arrays.param), address(lower), address(variance), numel
         )
-        expected = (lower, arrays.momentum, variance, arrays.grad, arrays.param)
-        device = [to_device(tensor, misalign) for tensor in expected]
-        for arguments, update, where in (
-            (expected, _C.optim.adam_split, 1),
-            (device, _C.optim.cuda_adam_split, stream()),
-        ):
-            lower, momentum, variance, grad, param = map(address, arguments)
-            isa = ["scalar"] if update is _C.optim.adam_split else []
-            update(*isa, lower, momentum, variance, grad, DTYPES[grad_dtype], param, numel, where, **SCALARS[scalars])
-        assert_same_bits([tensor.cpu() for tensor in device], list(expected), f"cuda, {numel} elements")
+        states = (State(kind, data) for kind, data in zip(SPLIT, (lower, arrays.momentum, variance), strict=True))
+        host = Update(*states, arrays.grad, arrays.param)
+        device = update_on_device(host, misalign)
+        host.run("scalar", SCALARS[scalars])
+        _C.optim.cuda_update(device.range(), AdamScalars(**SCALARS[scalars]), stream())
+        assert_same_bits(on_host(device.memory()), host.memory(), f"cuda, {numel} elements")
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)
@@ -112,7 +111,7 @@ def test_twenty_steps_stay_equal():
         device.grad.copy_(grad)
         scalars = adam_scalars(step, weight_decay=0.01, grad_scale=0.7)
         run_adam(_C.optim.isa(), host, scalars, num_threads=2)
-        _C.optim.cuda_adam(*device.addresses(), stream(), **scalars)
+        _C.optim.cuda_update(device.range(), AdamScalars(**scalars), stream())
     for name, tensor in device.outputs().items():
         assert_same_bits(tensor.cpu(), host.outputs()[name], name)
 
@@ -187,7 +186,7 @@ def test_large_arrays():
     run_adam(_C.optim.isa(), host, SCALARS["adamw"], num_threads=2)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    _C.optim.cuda_adam(*on_device.addresses(), stream(), **SCALARS["adamw"])
+    _C.optim.cuda_update(on_device.range(), AdamScalars(**SCALARS["adamw"]), stream())
     end.record()
     end.synchronize()
     for name, tensor in on_device.outputs().items():
@@ -219,7 +218,7 @@ def test_adam_with_states_of_fewer_bytes(moments, master, grad_dtype, param_dtyp
             device = update_on_device(host, misalign)
             for _ in range(2):
                 host.run("scalar", SCALARS[scalars])
-                _C.optim.cuda_adam(*device.arguments(), stream(), key=KEY, **SCALARS[scalars])
+                _C.optim.cuda_update(device.range(), AdamScalars(**SCALARS[scalars]), stream())
             assert_same_bits(on_host(device.memory()), host.memory(), f"cuda, {numel} elements")
 
 
@@ -228,7 +227,6 @@ def test_adam_with_states_of_fewer_bytes(moments, master, grad_dtype, param_dtyp
 @pytest.mark.parametrize("master", one_moment.MASTERS, ids=str)
 @pytest.mark.parametrize("misalign", [0, 3])
 def test_optimizers_of_one_moment(rule, momentum, master, misalign):
-    scalars = one_moment.SCALARS[rule]
     wild = momentum == master == _C.StateType.FLOAT32
     for numel in SIZES:
         host = one_moment.Update.random(numel, momentum, master, wild=wild)
@@ -239,10 +237,7 @@ def test_optimizers_of_one_moment(rule, momentum, master, misalign):
             state.scales = None if state.scales is None else state.scales.cuda()
         for _ in range(2):
             host.run("scalar", rule)
-            _C.optim.cuda_momentum_step(
-                rule, device.master.array, device.momentum.array, address(device.grad), DTYPES[device.grad.dtype],
-                address(device.param), DTYPES[device.param.dtype], numel, stream(), key=KEY, **scalars,
-            )  # fmt: skip
+            _C.optim.cuda_update(device.range(), MomentumScalars(rule, **one_moment.SCALARS[rule]), stream())
         assert_same_bits(on_host(device.memory()), host.memory(), f"cuda, {numel} elements")
 
 

@@ -1,11 +1,21 @@
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import DTYPES, ISAS, address, check_other_passes, make_arrays
+from tests.optim.kernel_calls import (
+    DTYPES,
+    ISAS,
+    MomentumScalars,
+    adam_scalars,
+    address,
+    check_other_passes,
+    make_arrays,
+    run_adam,
+)
 from tests.optim.test_state_types import KEY, State, half_away, momentum_bits, param_bits, rounded_to_bf16
 
 StateType = _C.StateType
@@ -50,16 +60,16 @@ class Update:
 
         return Update(self.master.copy(misalign), self.momentum.copy(misalign), aside(self.grad), aside(self.param))
 
-    def arrays(self):
-        return [self.master.array, self.momentum.array]
+    def states(self):
+        return [self.master.array, self.momentum.array, _C.optim.StateArray(0, StateType.NONE)]
 
-    def arguments(self, num_threads=2, *, with_param=True):
-        param = address(self.param) if with_param else 0
-        return (self.master.array, self.momentum.array, address(self.grad), DTYPES[self.grad.dtype],
-                param, DTYPES[self.param.dtype], len(self.grad), num_threads)  # fmt: skip
+    def range(self, *, with_param=True, **options):
+        arrays = (*self.states(), address(self.grad), DTYPES[self.grad.dtype], address(self.param) if with_param else 0)
+        return _C.optim.AdamRange(*arrays, DTYPES[self.param.dtype], len(self.grad), key=KEY, **options)
 
-    def run(self, isa, rule, num_threads=2):
-        _C.optim.momentum_step(isa, rule, *self.arguments(num_threads), key=KEY, **SCALARS[rule])
+    def run(self, isa, rule, num_threads=2, **scalars):
+        own = MomentumScalars(rule, **{**SCALARS[rule], **scalars})
+        _C.optim.update(isa, self.range(), own, num_threads)
 
     def memory(self):
         return [self.master.memory, self.momentum.memory, self.param]
@@ -132,8 +142,7 @@ def test_ten_steps_with_the_bits_of_torch(isa, dampening, nesterov):
         param.grad = torch.randn(1000, generator=generator)
         theirs.step()
         ours.grad.copy_(param.grad)
-        damped = {**SGD, "grad_scale": 1.0, "one_minus_dampening": 1 - dampening if step > 0 else 1.0}
-        _C.optim.momentum_step(isa, rule, *ours.arguments(), **damped)
+        ours.run(isa, rule, grad_scale=1.0, one_minus_dampening=1 - dampening if step > 0 else 1.0)
         assert_same_bits(ours.master.data, param.detach(), f"step {step}")
         assert_same_bits(ours.momentum.data, theirs.state[param]["momentum_buffer"], f"step {step}")
 
@@ -146,14 +155,8 @@ def test_the_other_passes(isa, rule, momentum, numel):
     scalars = {**SCALARS[rule], "step_size": 1e-4}
     initial = Update.random(numel, momentum, StateType.FLOAT32)
     expected = initial.copy()
-    _C.optim.momentum_step("scalar", rule, *expected.arguments(), key=KEY, **scalars)
-
-    def call(name, update, *more, with_param=True, **options):
-        kernel = getattr(_C.optim, f"momentum_{name or 'step'}")
-        key = {} if name in ("param_between", "param_scale_dependent") else {"key": KEY}
-        kernel(isa, rule, *update.arguments(with_param=with_param), *more, **key, **options)
-
-    check_other_passes(call, initial, expected, scalars, numel / 8)
+    expected.run("scalar", rule, **scalars)
+    check_other_passes(isa, partial(MomentumScalars, rule), initial, expected, scalars, numel / 8)
 
 
 @pytest.mark.parametrize("rule", SCALARS, ids=str)
@@ -163,14 +166,15 @@ def test_what_is_settled_holds_for_every_scale_between(rule, dtype):
     for least, most in ((0.25, 1.5), (1e-3, 1e3)):
         update = initial.copy()
         logs = torch.zeros(1, _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
-        low = {**SCALARS[rule], "grad_scale": least}
-        _C.optim.momentum_param_between(ISAS[-1], rule, *update.arguments(), most, address(logs), **low)
+        low = MomentumScalars(rule, **{**SCALARS[rule], "grad_scale": least})
+        _C.optim.update_param_between(ISAS[-1], update.range(), low, 2, address(logs), most)
         for share in (0.0, 0.3, 1.0):
-            exact = {**SCALARS[rule], "grad_scale": float(torch.tensor(least + share * (most - least)))}
+            scale = float(torch.tensor(least + share * (most - least)))
+            exact = MomentumScalars(rule, **{**SCALARS[rule], "grad_scale": scale})
             expected, completed = initial.copy(), update.copy()
-            _C.optim.momentum_step("scalar", rule, *expected.arguments(), **exact)
-            _C.optim.momentum_param_scale_dependent(ISAS[-1], rule, *completed.arguments(), address(logs), **exact)
-            assert_same_bits(completed.param, expected.param, f"scale {exact['grad_scale']}")
+            _C.optim.update("scalar", expected.range(), exact, 2)
+            _C.optim.update_param_scale_dependent(ISAS[-1], completed.range(), exact, 2, address(logs))
+            assert_same_bits(completed.param, expected.param, f"scale {scale}")
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -234,9 +238,5 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="momentum has no scales"):
         update.run("scalar", Rule.SGD)
     update.momentum.scales = scales
-    arguments = (update.master.array, update.momentum.array, address(update.grad), DTYPES[update.grad.dtype],
-                 address(update.param), DTYPES[update.param.dtype], 300, 1)  # fmt: skip
-    with pytest.raises(ValueError, match="got no one_minus_beta1"):
-        _C.optim.momentum_step("scalar", Rule.LION, *arguments, **SGD)
-    with pytest.raises(ValueError, match="remove the others"):
-        _C.optim.momentum_step("scalar", Rule.SGD, *arguments, **SGD, one_minus_beta1=0.1)
+    with pytest.raises(ValueError, match="variance cannot be of this StateType"):
+        run_adam("scalar", update, adam_scalars(1))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import HALVES, ISAS, adam_scalars, address, make_arrays, run_adam
+from tests.optim.kernel_calls import HALVES, ISAS, AdamScalars, adam_scalars, address, make_arrays, run_adam
 
 PIECE = _C.optim.SCALE_DEPENDENT_PIECE
 CAPACITY = PIECE // 16
@@ -18,15 +18,14 @@ SIZES = [0, 1, 15, 16, 17, 127, 128, 129, 255, 257, 300, 1000, 4097, 70_001]
 def between(isa, arrays, scalars, least, most, num_threads=1):
     """``param`` for scales from ``least`` to ``most``, and logs of scale-dependent values."""
     logs = torch.zeros(-(-arrays.master.numel() // PIECE), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
-    _C.optim.adam_param_between(isa, *arrays.addresses(), num_threads, most, address(logs),
-                                **{**scalars, "grad_scale": least})  # fmt: skip
+    own = AdamScalars(**{**scalars, "grad_scale": least})
+    _C.optim.update_param_between(isa, arrays.range(), own, num_threads, address(logs), most)
     return logs
 
 
 def complete(isa, arrays, scalars, scale, logs, num_threads=1):
-    _C.optim.adam_param_scale_dependent(
-        isa, *arrays.addresses(), num_threads, address(logs), **{**scalars, "grad_scale": scale}
-    )
+    own = AdamScalars(**{**scalars, "grad_scale": scale})
+    _C.optim.update_param_scale_dependent(isa, arrays.range(), own, num_threads, address(logs))
 
 
 def is_scale_dependent(logs, numel):
@@ -107,7 +106,7 @@ def test_few_values_are_scale_dependent(isa):
         completed = arrays.clone()
         complete(isa, completed, scalars, scale, logs, 2)
         expected = arrays.clone()
-        _C.optim.adam_param(isa, *expected.addresses(), 2, **{**scalars, "grad_scale": scale})
+        _C.optim.update_param(isa, expected.range(), AdamScalars(**{**scalars, "grad_scale": scale}), 2)
         assert torch.equal(completed.param.view(torch.int16), expected.param.view(torch.int16))
 
 

@@ -4,7 +4,9 @@ import torch
 from patrickstar import _C
 from tests.bits import assert_same_bits
 from tests.optim.kernel_calls import DTYPES, ISAS, adam_scalars, address, cast_from_float, make_arrays, run_adam
+from tests.optim.test_state_types import State, Update
 
+FLOAT32 = _C.StateType.FLOAT32
 SCALARS = {
     "adamw": adam_scalars(3, weight_decay=0.1, grad_scale=0.37),
     "adam_l2": adam_scalars(1, lr=0.3, weight_decay=0.1, decoupled=False),
@@ -71,12 +73,11 @@ def test_adam_gives_the_bits_of_a_whole_master(isa, scalars, grad_dtype):
             for tensor, value in zip((param, lower, variance), split(isa, whole.master, whole.variance), strict=True):
                 tensor.copy_(value)
             momentum = whole.momentum.clone()
+            states = (State(FLOAT32, momentum), State(FLOAT32, variance))
+            update = Update(State(_C.StateType.LOWER_HALF, lower), *states, whole.grad, param)
             for _ in range(3):
                 run_adam("scalar", whole, SCALARS[scalars])
-                _C.optim.adam_split(
-                    isa, address(lower), address(momentum), address(variance), address(whole.grad),
-                    DTYPES[grad_dtype], address(param), numel, 2, **SCALARS[scalars],
-                )  # fmt: skip
+                update.run(isa, SCALARS[scalars])
                 master = join(isa, param, lower, variance)
                 assert_same_bits(
                     (param, master, momentum, variance.abs()),

@@ -12,6 +12,7 @@ from tests.bits import assert_same_bits
 from tests.optim.kernel_calls import (
     DTYPES,
     ISAS,
+    AdamScalars,
     adam_scalars,
     address,
     check_other_passes,
@@ -390,16 +391,15 @@ class Update:
     def memory(self):
         return [self.master.memory, self.momentum.memory, self.variance.memory, self.param]
 
-    def arrays(self):
+    def states(self):
         return [self.master.array, self.momentum.array, self.variance.array]
 
-    def arguments(self, param=True):
-        kind = DTYPES[self.param.dtype]
-        return (self.master.array, self.momentum.array, self.variance.array, address(self.grad),
-                DTYPES[self.grad.dtype], address(self.param) if param else 0, kind, len(self.grad))  # fmt: skip
+    def range(self, *, with_param=True, key=KEY, **options):
+        arrays = (*self.states(), address(self.grad), DTYPES[self.grad.dtype], address(self.param) if with_param else 0)
+        return _C.optim.AdamRange(*arrays, DTYPES[self.param.dtype], len(self.grad), key=key, **options)
 
     def run(self, isa, scalars, num_threads=2, key=KEY):
-        _C.optim.adam(isa, *self.arguments(), num_threads, key=key, **scalars)
+        _C.optim.update(isa, self.range(key=key), AdamScalars(**scalars), num_threads)
 
     def whole_master(self):
         if self.master.type == StateType.NONE:
@@ -487,13 +487,7 @@ def test_the_other_passes(isa, moments, numel):
     dtypes = (torch.bfloat16, torch.bfloat16)
     initial = Update.random(numel, MOMENTS[moments], StateType.FLOAT32, *dtypes, seed=9)
     scalars = SCALARS["fine_tuning"]
-
-    def call(name, update, *more, with_param=True, **options):
-        kernel = getattr(_C.optim, f"adam_{name}" if name else "adam")
-        key = {} if name in ("param_between", "param_scale_dependent") else {"key": KEY}
-        kernel(isa, *update.arguments(with_param), 2, *more, **key, **options)
-
-    check_other_passes(call, initial, expected_update(initial, scalars), scalars, numel / 2)
+    check_other_passes(isa, AdamScalars, initial, expected_update(initial, scalars), scalars, numel / 2)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -602,6 +596,6 @@ def test_wrong_states_are_refused():
     update.variance.scales = scales
     update.master = State.empty(StateType.NONE, 0)
     with pytest.raises(ValueError, match="float32 master"):
-        _C.optim.adam_param("scalar", *update.arguments(), 1, **SCALARS["adamw"])
+        _C.optim.update_param("scalar", update.range(), AdamScalars(**SCALARS["adamw"]), 1)
     with pytest.raises(ValueError, match="param must be bfloat16"):
-        _C.optim.adam("scalar", *update.arguments(param=False), 1, **SCALARS["adamw"])
+        update.range(with_param=False)

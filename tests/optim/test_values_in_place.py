@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from patrickstar import _C
 from tests.bits import assert_same_bits
-from tests.optim.kernel_calls import ISAS, adam_scalars, address
+from tests.optim.kernel_calls import ISAS, AdamScalars, adam_scalars, address
 from tests.optim.test_scale_dependent_values import is_scale_dependent
-from tests.optim.test_state_types import FLOATS, KEY, MOMENTS, State, Update
+from tests.optim.test_state_types import FLOATS, MOMENTS, State, Update
 
 PIECE = _C.optim.SCALE_DEPENDENT_PIECE
 CAPACITY = PIECE // 16
@@ -24,23 +24,20 @@ class InPlace:
         self.update, self.isa, self.num_threads = update, isa, num_threads
         self.logs = torch.zeros(max(-(-len(update.grad) // PIECE), 1), _C.optim.OPEN_LOG_BYTES, dtype=torch.uint8)
 
-    def _call(self, name, scalars, scale, *more, **kwargs):
-        u = self.update
-        arrays = (address(u.master.data), u.momentum.array, u.variance.array, address(u.grad), address(u.param))
-        function = getattr(_C.optim, f"adam_{name}")
-        return function(self.isa, *arrays, len(u.grad), self.num_threads, address(self.logs), *more, **kwargs,
-                        **{**scalars, "grad_scale": scale})  # fmt: skip
+    def _call(self, function, scalars, scale, *more):
+        own = AdamScalars(**{**scalars, "grad_scale": scale})
+        return function(self.isa, self.update.range(), own, self.num_threads, address(self.logs), *more)
 
     def put(self, scalars, least, most, capacity=CAPACITY):
-        self._call("put_values", scalars, least, most, capacity)
+        self._call(_C.optim.put_values, scalars, least, most, capacity)
         return is_scale_dependent(self.logs, len(self.update.grad))
 
     def take_back(self, scalars, least):
-        self._call("take_values_back", scalars, least)
+        self._call(_C.optim.take_values_back, scalars, least)
 
     def finish(self, scalars, scale, least):
-        self._call("put_scale_dependent_values", scalars, scale, key=KEY)
-        return self._call("put_states", scalars, scale, least, key=KEY)
+        self._call(_C.optim.put_scale_dependent_values, scalars, scale)
+        return self._call(_C.optim.put_states, scalars, scale, least)
 
 
 def float32(value):

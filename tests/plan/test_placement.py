@@ -252,8 +252,8 @@ def test_plans_leave_idle_device_buffers_their_room(headed):
     step = [*layers, [(15, PARAM)], [(15, PARAM), (15, GRAD)], *reversed(layers)]
     room = 2 * HEAD + 10 * VALUES
     accesses, problem = problem_of(headed, step, room)
-    plan = _C.make_plan(accesses, **problem)
-    without = _C.make_plan(accesses, **{**problem, "idle_bytes": []})
+    plan = _C.make_plan(_C.PlanProblem(accesses, **problem))
+    without = _C.make_plan(_C.PlanProblem(accesses, **{**problem, "idle_bytes": []}))
     assert highest(plan, accesses, problem) <= room < highest(without, accesses, problem)
     assert plan["least_limit_bytes"] == without["least_limit_bytes"]
 

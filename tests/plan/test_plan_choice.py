@@ -30,22 +30,23 @@ from tests.plan.test_simulator import (
 )
 
 
-def arguments_of(accesses, seconds, limit, update=NEVER):
+def arguments_of(accesses, seconds, limit, updates, **more):
     count = 1 + max(chunk for m in accesses for chunk, *_ in m["uses"])
-    limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB)}
-    shape = {"compute_seconds": seconds, "updates": [update] * count, "numels": [GB] * count}
-    return costs_of(count), limits, shape
+    limit_bytes = _C.UNLIMITED if limit == math.inf else int(limit * GB)
+    updates = updates if isinstance(updates, list) else [updates] * count
+    problem = _C.PlanProblem(accesses, costs_of(count), limit_bytes=limit_bytes, **more)
+    return problem, _C.StepShape(compute_seconds=seconds, updates=updates, numels=[GB] * count)
 
 
 def choose(accesses, rates, *, seconds, limit, update=NEVER, prefetch=0):
-    costs, limits, shape = arguments_of(accesses, seconds, limit, update)
-    return _C.choose_plan(accesses, costs, rates, **shape, **limits, prefetch_bytes=int(prefetch * GB))
+    problem, shape = arguments_of(accesses, seconds, limit, update, prefetch_bytes=int(prefetch * GB))
+    return _C.choose_plan(problem, rates, shape)
 
 
 def with_room(accesses, rates, room_bytes, *, seconds, limit, update=NEVER, prefetch=0):
-    costs, limits, shape = arguments_of(accesses, seconds, limit, update)
-    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=room_bytes)
-    return plan, _C.simulate(accesses, costs, plan, rates, **shape, **limits)
+    problem, shape = arguments_of(accesses, seconds, limit, update, prefetch_bytes=room_bytes)
+    plan = _C.make_plan(problem)
+    return plan, _C.simulate(problem, plan, rates, shape)
 
 
 def rooms(problem):
@@ -108,15 +109,13 @@ def delayed(count, first_deferred):
 @given(steps(), st.data())
 def test_updates_that_wait_against_brute_force(problem, data):
     rates = rates_of(**draw_rates(data))
-    costs, limits, shape = arguments_of(problem["accesses"], problem["seconds"], problem["limit"], PARAM_FIRST)
     choice = choose(**problem, rates=rates, update=PARAM_FIRST)
     count = len(choice["updates"])
     first_deferred = choice["updates"].index(AFTER_NORM) if AFTER_NORM in choice["updates"] else count
     assert choice["updates"] == delayed(count, first_deferred)
-    given_shape = {**shape, "updates": choice["updates"]}
-    assert choice["predicted"] == _C.simulate(
-        problem["accesses"], costs, choice["plan"], rates, **given_shape, **limits
-    )
+    given = problem["accesses"], problem["seconds"], problem["limit"]
+    posed, shape = arguments_of(*given, choice["updates"])
+    assert choice["predicted"] == _C.simulate(posed, choice["plan"], rates, shape)
     earliest = with_room(**problem, rates=rates, room_bytes=choice["prefetch_bytes"], update=PARAM_FIRST)[1]
     assert choice["predicted"]["seconds"] <= earliest["seconds"] * 1.01
 
@@ -233,18 +232,10 @@ def with_round_trips(rates, round_trip_bytes=GB, limit=8):
         *forward(8),
         *(access(_C.Phase.BACKWARD, (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in range(7, -1, -1)),
     ]
-    costs, limits, shape = arguments_of(accesses, [0.1] * 16, limit, _C.Recipe.HOST_COMMITTED)
     costs_each = [(3 * GB, 3 * GB, 0)] * 8  # moments of 8 bits, beside gradients of 16
-    choice = _C.choose_plan(
-        accesses,
-        costs,
-        rates,
-        **shape,
-        **limits,
-        prefetch_bytes=0,
-        round_trip_costs=costs_each,
-        round_trip_bytes=round_trip_bytes,
-    )
+    committed = _C.Recipe.HOST_COMMITTED
+    problem, shape = arguments_of(accesses, [0.1] * 16, limit, committed, round_trip_costs=costs_each)
+    choice = _C.choose_plan(problem, rates, shape, round_trip_bytes)
     return choice, choice["updates"].count(_C.Recipe.ROUND_TRIP)
 
 

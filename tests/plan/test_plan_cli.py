@@ -15,7 +15,7 @@ from patrickstar.planning import simulation
 from patrickstar.planning.cluster import Cluster
 from patrickstar.planning.machines import H200, MACHINES, measured
 from patrickstar.planning.models import build_model
-from patrickstar.planning.timeline import make_timeline
+from patrickstar.planning.timeline import play_accesses
 from patrickstar.planning.uses import trace_uses
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmark" / "results"
@@ -222,7 +222,7 @@ def test_predicted_step_of_four_gpus_against_fsdp2():
 def test_predicted_compute_against_a_measured_ceiling():
     """6.3 B with transfers and without updates took 1.553 s: the GPU's work alone."""
     uses, layout = case_of("6.3b")
-    predicted = sum(make_timeline(uses, layout, [False] * layout.num_chunks).seconds)
+    predicted = sum(play_accesses(uses, layout, [False] * layout.num_chunks).timed(uses).seconds)
     print(f"predicted {predicted:.3f} s, measured 1.553 s, {predicted / 1.553 - 1:+.1%}")
     assert predicted == pytest.approx(1.553, rel=0.05)
 

@@ -12,7 +12,7 @@ from patrickstar.plan import main
 from patrickstar.planning.leaving import LinkedDevice
 from patrickstar.planning.machines import H200
 from patrickstar.planning.question import Workload
-from patrickstar.planning.timeline import make_timeline
+from patrickstar.planning.timeline import play_accesses
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
 from tests.models import VOCAB, llama
@@ -57,7 +57,7 @@ def traced(tile_tokens=TILE, length=LENGTH):
 
 
 def activation_memory(uses, layout):
-    return make_timeline(uses, layout, [False] * layout.num_chunks).activation_peak_bytes
+    return play_accesses(uses, layout, [False] * layout.num_chunks).timed(uses).activation_peak_bytes
 
 
 def test_the_activation_memory_of_tiles_is_the_counted_one():

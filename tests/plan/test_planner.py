@@ -73,7 +73,7 @@ def problems(draw, sizes):
 def test_optimal_for_equal_sizes(problem):
     uses, sizes, activation_levels, limit = problem
     room = [limit - activation_memory for activation_memory in activation_levels]
-    plan = _C.make_plan(accesses_of(uses, activation_levels), read_costs(sizes), limit_bytes=limit)
+    plan = _C.make_plan(_C.PlanProblem(accesses_of(uses, activation_levels), read_costs(sizes), limit_bytes=limit))
     uploaded = replay(plan, uses, sizes, room)
     assert uploaded == plan["uploaded_bytes"]
     assert abs(uploaded - least_uploaded_bytes(uses, sizes, room)) < 1e-6
@@ -84,7 +84,7 @@ def test_optimal_for_equal_sizes(problem):
 def test_valid_for_any_sizes(problem):
     uses, sizes, activation_levels, limit = problem
     room = [limit - activation_memory for activation_memory in activation_levels]
-    plan = _C.make_plan(accesses_of(uses, activation_levels), read_costs(sizes), limit_bytes=limit)
+    plan = _C.make_plan(_C.PlanProblem(accesses_of(uses, activation_levels), read_costs(sizes), limit_bytes=limit))
     uploaded = replay(plan, uses, sizes, room)
     assert uploaded == plan["uploaded_bytes"]
     assert uploaded >= least_uploaded_bytes(uses, sizes, room) - 1e-6
@@ -97,12 +97,16 @@ def forward_backward(count):
 def test_a_training_step():
     """Forward and backward over n chunks with room for k: n + (n - k) uploads, by hand."""
     for room in range(2, 9):
-        plan = _C.make_plan(accesses_of(forward_backward(8), [0] * 16), read_costs([10] * 8), limit_bytes=10 * room)
+        plan = _C.make_plan(
+            _C.PlanProblem(accesses_of(forward_backward(8), [0] * 16), read_costs([10] * 8), limit_bytes=10 * room)
+        )
         assert plan["uploaded_bytes"] == 10 * (8 + (8 - room))
 
 
 def test_prefetch_looks_one_access_ahead():
-    plan = _C.make_plan(accesses_of([{0}, {1}, {2}, {3}], [0] * 4), read_costs([10] * 4), limit_bytes=20)
+    plan = _C.make_plan(
+        _C.PlanProblem(accesses_of([{0}, {1}, {2}, {3}], [0] * 4), read_costs([10] * 4), limit_bytes=20)
+    )
     assert [steps["fetch"] for steps in plan["accesses"]] == [[(0, PARAM)], [], [], []]
     assert [steps["prefetch"] for steps in plan["accesses"]] == [[(1, PARAM)], [(2, PARAM)], [(3, PARAM)], []]
 
@@ -110,8 +114,8 @@ def test_prefetch_looks_one_access_ahead():
 def test_surviving_copies_are_not_fetched_again():
     costs = {(array, PARAM): (10, 10, 0, 0, True) for array in range(4)}
     uses = forward_backward(4)
-    assert _C.make_plan(accesses_of(uses, [0] * 8), costs, limit_bytes=40)["uploaded_bytes"] == 0
-    assert _C.make_plan(accesses_of(uses, [0] * 8), costs, limit_bytes=20)["uploaded_bytes"] > 0
+    assert _C.make_plan(_C.PlanProblem(accesses_of(uses, [0] * 8), costs, limit_bytes=40))["uploaded_bytes"] == 0
+    assert _C.make_plan(_C.PlanProblem(accesses_of(uses, [0] * 8), costs, limit_bytes=20))["uploaded_bytes"] > 0
 
 
 def test_gradients_finalise_or_are_evicted_last():
@@ -132,20 +136,20 @@ def test_gradients_finalise_or_are_evicted_last():
     costs = {(c, PARAM): (10, 10, 0, 0, False) for c in range(2)} | {
         (c, GRAD): (10, 10, 10, 10, False) for c in range(2)
     }
-    plan = _C.make_plan(accesses, costs, limit_bytes=30)
+    plan = _C.make_plan(_C.PlanProblem(accesses, costs, limit_bytes=30))
     assert plan["uploaded_bytes"] == 20
     assert plan["downloaded_bytes"] == 20
     assert plan["accesses"][3]["evict"] == []
     assert plan["least_limit_bytes"] == 20
-    tight = _C.make_plan(accesses, costs, limit_bytes=20)
+    tight = _C.make_plan(_C.PlanProblem(accesses, costs, limit_bytes=20))
     assert tight["uploaded_bytes"] == 30
     assert tight["downloaded_bytes"] == 20
 
 
 def test_the_activation_memory_decides():
     uses = [{0}, {1}, {2}, {0}, {1}]
-    flat = _C.make_plan(accesses_of(uses, [0] * 5), read_costs([10] * 3), limit_bytes=30)
-    peak = _C.make_plan(accesses_of(uses, [0, 0, 20, 0, 0]), read_costs([10] * 3), limit_bytes=30)
+    flat = _C.make_plan(_C.PlanProblem(accesses_of(uses, [0] * 5), read_costs([10] * 3), limit_bytes=30))
+    peak = _C.make_plan(_C.PlanProblem(accesses_of(uses, [0, 0, 20, 0, 0]), read_costs([10] * 3), limit_bytes=30))
     assert flat["uploaded_bytes"] == 30
     assert peak["uploaded_bytes"] == 50
     assert peak["least_limit_bytes"] == 30
@@ -157,16 +161,18 @@ def test_room_for_prefetches(problem, prefetch_bytes):
     uses, sizes, activation_levels, limit = problem
     room = [limit - activation_memory for activation_memory in activation_levels]
     accesses, costs = accesses_of(uses, activation_levels), read_costs(sizes)
-    plan = _C.make_plan(accesses, costs, limit_bytes=limit, prefetch_bytes=prefetch_bytes)
+    plan = _C.make_plan(_C.PlanProblem(accesses, costs, limit_bytes=limit, prefetch_bytes=prefetch_bytes))
     assert replay(plan, uses, sizes, room) == plan["uploaded_bytes"]
     if len(set(sizes)) == 1:  # else the rule is a heuristic
-        without = _C.make_plan(accesses, costs, limit_bytes=limit - prefetch_bytes)
+        without = _C.make_plan(_C.PlanProblem(accesses, costs, limit_bytes=limit - prefetch_bytes))
         assert plan["uploaded_bytes"] == without["uploaded_bytes"]
 
 
 def test_prefetches_start_as_early_as_they_fit():
     uses = [{0}, {1}, {2}, {3}]
-    plan = _C.make_plan(accesses_of(uses, [0] * 4), read_costs([10] * 4), limit_bytes=30, prefetch_bytes=20)
+    plan = _C.make_plan(
+        _C.PlanProblem(accesses_of(uses, [0] * 4), read_costs([10] * 4), limit_bytes=30, prefetch_bytes=20)
+    )
     assert [step["prefetch"] for step in plan["accesses"]] == [[(1, PARAM), (2, PARAM)], [(3, PARAM)], [], []]
     assert [step["fetch"] for step in plan["accesses"]] == [[(0, PARAM)], [], [], []]
 

@@ -23,25 +23,21 @@ def backward(count):
     return [access(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE), (i, GRAD, FINALISE)) for i in reversed(range(count))]
 
 
-def arguments_of(count, limit, recipes, prefetch=0, ranks=1):
+def arguments_of(count, limit, recipes, prefetch=0, ranks=1, **more):
     accesses = forward(count) + backward(count)
     costs = costs_of(count, [i for i in range(count) if recipes[i].states == _C.Tier.DEVICE], ranks)
-    limits = {"limit_bytes": limit * GB}
-    return {
-        "accesses": accesses,
-        "costs": costs,
-        "plan": _C.make_plan(accesses, costs, **limits, prefetch_bytes=prefetch * GB),
-        "rates": rates_of(
-            upload=1, download=1, adam=2, device_adam=20, gather=4, scatter=4, disk_read_gbps=2, disk_write_gbps=2
-        ),
-        "compute_seconds": [0.5] * len(accesses),
-        "updates": recipes,
-        "numels": [GB // ranks] * count,
-        "num_ranks": ranks,
-        "disk_bytes": [GB // ranks] * count,
-        "round_trip_costs": [(6 * GB // ranks, 7 * GB // ranks, 0)] * count,
-        **limits,
-    }
+    round_trips = [(6 * GB // ranks, 7 * GB // ranks, 0)] * count
+    problem = _C.PlanProblem(
+        accesses, costs, limit_bytes=limit * GB, prefetch_bytes=prefetch * GB, round_trip_costs=round_trips
+    )
+    rates = rates_of(
+        upload=1, download=1, adam=2, device_adam=20, gather=4, scatter=4, disk_read_gbps=2, disk_write_gbps=2
+    )
+    each = [GB // ranks] * count
+    options = {"num_ranks": ranks, **more}
+    seconds = [0.5] * len(accesses)
+    shape = _C.StepShape(compute_seconds=seconds, updates=recipes, numels=each, disk_bytes=each, **options)
+    return problem, _C.make_plan(problem), rates, shape
 
 
 def ops_of(program, chunk):
@@ -49,7 +45,7 @@ def ops_of(program, chunk):
 
 
 def test_a_chunk_that_leaves_and_comes_back():
-    program = _C.play_program(**arguments_of(2, 3, [_C.Recipe.HOST] * 2))
+    program = _C.play_program(*arguments_of(2, 3, [_C.Recipe.HOST] * 2))
     assert ops_of(program, 0) == [
         *("allocate", "fetch"),
         *("allocate", "free", "to_host", "free"),  # its gradient is made, its value is dead, and the gradient leaves
@@ -61,7 +57,7 @@ def test_a_chunk_that_leaves_and_comes_back():
 @pytest.mark.parametrize(("where", "recipe"), EACH_UPDATE)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_recipe_is_carried_out(where, recipe, ranks):
-    program = _C.play_program(**arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=ranks))
+    program = _C.play_program(*arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=ranks))
     lanes = {
         "host": _C.Lane.HOST,
         "disk": _C.Lane.DISK_HOST,
@@ -81,11 +77,12 @@ def test_each_recipe_is_carried_out(where, recipe, ranks):
 
 @pytest.mark.parametrize(("where", "recipe"), EACH_UPDATE)
 def test_chunks_that_one_rank_has_alone_are_not_exchanged(where, recipe):
-    arguments = arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=2)
-    exchanged = [one["chunk"] for one in _C.play_program(**arguments, chunk_ranks=[2, 1, 2]) if one["op"] in EXCHANGES]
+    def played(**options):
+        return _C.play_program(*arguments_of(3, 4, [recipe] * 3, prefetch=1, ranks=2, **options))
+
+    exchanged = [one["chunk"] for one in played(chunk_ranks=[2, 1, 2]) if one["op"] in EXCHANGES]
     assert set(exchanged) == {0, 2}
-    one_rank = _C.play_program(**{**arguments, "num_ranks": 1})
-    assert _C.play_program(**arguments, chunk_ranks=[1] * 3) == one_rank
+    assert played(chunk_ranks=[1] * 3) == played(num_ranks=1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,7 +95,7 @@ def test_chunks_that_one_rank_has_alone_are_not_exchanged(where, recipe):
 )
 def test_bytes(count, room, prefetch, ranks, names):
     arguments = arguments_of(count, room, names[:count], prefetch, ranks)
-    program, step = _C.play_program(**arguments), _C.simulate(**arguments)
+    program, step = _C.play_program(*arguments), _C.simulate(*arguments)
     held: dict = collections.defaultdict(list)
     for one in program:
         place = one["chunk"], one["kind"]

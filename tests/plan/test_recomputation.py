@@ -29,7 +29,7 @@ from patrickstar.planning.recomputation import (
 )
 from patrickstar.planning.saved_steps import most_sent, sent_bytes, step_with_saved
 from patrickstar.planning.step_plan import SavedCalls
-from patrickstar.planning.timeline import TimedTimeline, make_timeline
+from patrickstar.planning.timeline import TimedTimeline, play_accesses
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
 from tests.models import VOCAB, llama
@@ -130,7 +130,7 @@ def test_a_trace_measures_the_same_calls(first):
     tokens = torch.empty(2, 64, dtype=torch.long, device="meta")
     params = plan_params(module, torch.bfloat16, use_cpu_embedding=False)
     uses = trace_uses(module, params, torch.bfloat16, {"input_ids": tokens, "labels": tokens}, H200.gpu)
-    traced = make_timeline(uses, layout, [True] * layout.num_chunks)
+    traced = play_accesses(uses, layout, [True] * layout.num_chunks).timed(uses)
     places = [(call.number, call.forward_begin, call.recompute_begin, call.recompute_end) for call in traced.calls]
     calls = step.timed.calls
     assert places == [(call.number, call.forward_begin, call.recompute_begin, call.recompute_end) for call in calls]

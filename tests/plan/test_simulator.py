@@ -74,24 +74,20 @@ def simulate(
     count = 1 + max(chunk for m in accesses for chunk, *_ in m["uses"])
     limits = {"limit_bytes": _C.UNLIMITED if limit == math.inf else int(limit * GB), "fixed_bytes": fixed}
     costs = costs_of(count, device_states, ranks)
-    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=int(prefetch * GB))
+    plan = _C.make_plan(_C.PlanProblem(accesses, costs, **limits, prefetch_bytes=int(prefetch * GB)))
     if not prefetches:
         for planned in plan["accesses"]:
             planned["prefetch"] = []
     if limit != math.inf:
         limits["limit_bytes"] += spare * GB
-    step = _C.simulate(
-        accesses,
-        costs,
-        plan,
-        rates,
+    shape = _C.StepShape(
         compute_seconds=seconds if isinstance(seconds, list) else [seconds] * len(accesses),
         updates=[ON_DEVICE if i in device_states else update for i in range(count)],
         numels=[GB // ranks] * count,
         num_ranks=ranks,
         disk_bytes=[GB // ranks] * count,
-        **limits,
     )
+    step = _C.simulate(_C.PlanProblem(accesses, costs, **limits), plan, rates, shape)
     assert (step["uploaded_bytes"], step["downloaded_bytes"]) == (plan["uploaded_bytes"], plan["downloaded_bytes"])
     return step
 
@@ -210,26 +206,27 @@ def test_updates_on_the_device():
 def test_gradients_that_have_waited_on_the_host_come_back_for_their_updates():
     """One of four stays beside each access's needs; the others come back when the norm is known."""
     accesses = [access(BACKWARD, (i, PARAM, READ), (i, GRAD, WRITE)) for i in range(4)]
-    costs, limits = costs_of(4, range(4)), {"limit_bytes": 3 * GB, "fixed_bytes": 0}
-    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=0)
-    given = {"updates": [ON_DEVICE] * 4, "numels": [GB] * 4, "num_ranks": 1, "disk_bytes": [GB] * 4, **limits}
-    step = _C.simulate(accesses, costs, plan, rates_of(upload=2), compute_seconds=[1.0] * 4, **given)
+    problem = _C.PlanProblem(accesses, costs_of(4, range(4)), limit_bytes=3 * GB)
+    plan = _C.make_plan(problem)
+    shape = _C.StepShape(compute_seconds=[1.0] * 4, updates=[ON_DEVICE] * 4, numels=[GB] * 4, disk_bytes=[GB] * 4)
+    step = _C.simulate(problem, plan, rates_of(upload=2), shape)
     assert step["downloaded_bytes"] == plan["downloaded_bytes"] == step["uploaded_bytes"] > 0
     assert step["seconds"] == pytest.approx(4 + step["uploaded_bytes"] / (2 * GB))
     assert step["stall_seconds"]["upload"] == pytest.approx(step["upload_seconds"])
 
 
 def test_codes_are_dequantised_where_they_come_from():
-    accesses, limits = forward(4), {"limit_bytes": 2 * GB, "fixed_bytes": 0}
     costs = {(i, PARAM): (GB, 0 if i < 2 else GB // 4, 0, 0, True) for i in range(4)}
-    plan = _C.make_plan(accesses, costs, **limits, prefetch_bytes=0)
-    given = {"updates": [NEVER] * 4, "numels": [GB] * 4, "compute_seconds": [1.0] * 4, **limits}
+    problem = _C.PlanProblem(forward(4), costs, limit_bytes=2 * GB)
+    plan = _C.make_plan(problem)
+
+    def simulated(rates, bytes_each):
+        shape = {"updates": [NEVER] * 4, "numels": [GB] * 4, "compute_seconds": [1.0] * 4}
+        return _C.simulate(problem, plan, rates, _C.StepShape(**shape, dequantized_bytes=bytes_each))
+
     rates = rates_of(upload=1)
     rates.device_memory_gbps = 5.0
-    free, timed = (
-        _C.simulate(accesses, costs, plan, rates, dequantized_bytes=bytes_each, **given)
-        for bytes_each in ([], [GB, GB // 2, GB, GB])
-    )
+    free, timed = (simulated(rates, bytes_each) for bytes_each in ([], [GB, GB // 2, GB, GB]))
     fetched = timed["uploaded_bytes"] / (GB // 4)
     assert timed["uploaded_bytes"] == free["uploaded_bytes"]
     assert timed["upload_seconds"] == pytest.approx(free["upload_seconds"] + fetched * 0.2)
@@ -237,16 +234,16 @@ def test_codes_are_dequantised_where_they_come_from():
     assert 4 < timed["compute_seconds"] <= 4.3 + 1e-9
     assert timed["seconds"] >= free["seconds"] + (timed["compute_seconds"] - 4) - 1e-9
     with pytest.raises(ValueError, match="dequantised by memory that moves 0"):
-        _C.simulate(accesses, costs, plan, rates_of(upload=1), dequantized_bytes=[GB] * 4, **given)
+        simulated(rates_of(upload=1), [GB] * 4)
     with pytest.raises(ValueError, match="known of 1 chunks of 4"):
-        _C.simulate(accesses, costs, plan, rates, dequantized_bytes=[GB], **given)
+        simulated(rates, [GB])
 
 
 def test_chunks_that_take_nothing_need_no_costs():
-    accesses, limits = one_pass(3), {"limit_bytes": 4 * GB, "fixed_bytes": 0}
     costs = {key: cost for key, cost in costs_of(3).items() if key[0] < 1}
-    given = {"updates": [NEVER] * 3, "numels": [GB] * 3, "num_ranks": 1, "disk_bytes": [GB] * 3, **limits}
-    choice = _C.choose_plan(accesses, costs, rates_of(), compute_seconds=[1.0] * 3, prefetch_bytes=0, **given)
+    problem = _C.PlanProblem(one_pass(3), costs, limit_bytes=4 * GB)
+    shape = _C.StepShape(compute_seconds=[1.0] * 3, updates=[NEVER] * 3, numels=[GB] * 3, disk_bytes=[GB] * 3)
+    choice = _C.choose_plan(problem, rates_of(), shape)
     assert choice["predicted"]["seconds"] == pytest.approx(3)
 
 
@@ -348,11 +345,11 @@ def test_peak():
     ],
 )
 def test_what_does_not_agree_is_refused(change, match):
-    accesses = forward(2)
-    plan = _C.make_plan(accesses, costs_of(2), limit_bytes=_C.UNLIMITED)
-    arguments = {"rates": rates_of(), "compute_seconds": [1.0, 1.0], "updates": [NEVER] * 2, "numels": [1, 1]} | change
+    problem = _C.PlanProblem(forward(2), costs_of(2), limit_bytes=_C.UNLIMITED)
+    shape = {"compute_seconds": [1.0, 1.0], "updates": [NEVER] * 2, "numels": [1, 1]} | change
+    rates = shape.pop("rates", rates_of())
     with pytest.raises(ValueError, match=match):
-        _C.simulate(accesses, costs_of(2), plan, limit_bytes=_C.UNLIMITED, **arguments)
+        _C.simulate(problem, _C.make_plan(problem), rates, _C.StepShape(**shape))
 
 
 @st.composite
@@ -437,11 +434,9 @@ def test_activations_share_the_queues():
     copies = [[2 * GB, 0, 0], [0, 2 * GB, 0], [0, 0, 2 * GB]]
 
     def step_with(activations):
-        accesses = forward(1) * 3
-        costs = costs_of(1)
-        plan = _C.make_plan(accesses, costs, limit_bytes=_C.UNLIMITED, fixed_bytes=0, prefetch_bytes=0)
-        shape = {"compute_seconds": [1.0] * 3, "updates": [NEVER], "numels": [GB], "limit_bytes": _C.UNLIMITED}
-        return _C.simulate(accesses, costs, plan, rates_of(upload=1, download=1), **shape, activations=activations)
+        problem = _C.PlanProblem(forward(1) * 3, costs_of(1), limit_bytes=_C.UNLIMITED)
+        shape = _C.StepShape(compute_seconds=[1.0] * 3, updates=[NEVER], numels=[GB], activations=activations)
+        return _C.simulate(problem, _C.make_plan(problem), rates_of(upload=1, download=1), shape)
 
     without, step = step_with([]), step_with(copies)
     assert step["stall_seconds"]["upload"] - without["stall_seconds"]["upload"] == pytest.approx(1.0)
@@ -457,10 +452,10 @@ THERE_AND_BACK = [*forward(3), *(access(BACKWARD, (i, GRAD, WRITE), (i, GRAD, FI
 
 def there_and_back(rates, update=AT_FINALISE, **options):
     """Three chunks: a second of forward each, a backward that takes no time, and updates."""
-    costs, limits = costs_of(3), {"limit_bytes": _C.UNLIMITED, "fixed_bytes": 0}
-    plan = _C.make_plan(THERE_AND_BACK, costs, **limits, prefetch_bytes=0)
-    given = {"compute_seconds": [1.0] * 3 + [0.0] * 3, "updates": [update] * 3, "numels": [GB] * 3}
-    return _C.simulate(THERE_AND_BACK, costs, plan, rates, **given, **limits, **options)
+    problem = _C.PlanProblem(THERE_AND_BACK, costs_of(3), limit_bytes=_C.UNLIMITED, **options)
+    seconds = [1.0] * 3 + [0.0] * 3
+    shape = _C.StepShape(compute_seconds=seconds, updates=[update] * 3, numels=[GB] * 3)
+    return _C.simulate(problem, _C.make_plan(problem), rates, shape)
 
 
 def test_updates_in_the_order_of_need():

@@ -212,18 +212,23 @@ def chosen(budget):
 
 
 def simulated(plan, rule, planned, times, numels):
-    limits = {key: value for key, value in rule.items() if key not in ("costs", "prefetch_bytes", "idle_bytes")}
-    return _C.simulate(plan.timeline, rule["costs"], planned, **times, numels=numels, **limits)
+    problem, rates, shape = posed(plan, rule, times, numels)
+    return _C.simulate(problem, planned, rates, shape)
+
+
+def posed(plan, rule, times, numels):
+    shape = {name: value for name, value in times.items() if name != "rates"}
+    return _C.PlanProblem(plan.timeline, **rule), times["rates"], _C.StepShape(**shape, numels=numels)
 
 
 def test_the_plan_is_the_choice_by_the_measured_times(chosen):
     plan, rule, numels = chosen
     times = plan.times.as_core()
-    choice = _C.choose_plan(plan.timeline, **times, numels=numels, **rule)
+    choice = _C.choose_plan(*posed(plan, rule, times, numels))
     assert plan.problem == {**rule, "prefetch_bytes": choice["prefetch_bytes"]}
     assert plan.as_core() == choice["plan"]
     assert choice["predicted"]["seconds"] == plan.prediction.seconds
-    by_rule = simulated(plan, rule, _C.make_plan(plan.timeline, **rule), times, numels)
+    by_rule = simulated(plan, rule, _C.make_plan(_C.PlanProblem(plan.timeline, **rule)), times, numels)
     print(f"{plan.prediction.roofline_line()}; by the rule {by_rule['seconds']:.4f} s")
     assert plan.prediction.seconds <= by_rule["seconds"] * 1.005
 
@@ -233,8 +238,8 @@ def test_no_more_bytes_than_the_rule_where_they_do_not_pay(chosen, gbps):
     plan, rule, numels = chosen
     times = plan.times.as_core()
     times["rates"].upload_gbps = times["rates"].download_gbps = gbps
-    choice = _C.choose_plan(plan.timeline, **times, numels=numels, **rule)["plan"]
-    by_rule = _C.make_plan(plan.timeline, **rule)
+    choice = _C.choose_plan(*posed(plan, rule, times, numels))["plan"]
+    by_rule = _C.make_plan(_C.PlanProblem(plan.timeline, **rule))
     moved, moved_by_rule = (p["uploaded_bytes"] + p["downloaded_bytes"] for p in (choice, by_rule))
     print(f"{gbps} GB/s: {moved} bytes, by the rule {moved_by_rule}")
     assert moved <= moved_by_rule
@@ -251,7 +256,7 @@ def test_predictions_come_in_the_order_of_the_links(budget, chosen):
         assert rates.upload_gbps <= gbps  # the link's own rates are upper bounds
         assert rates.download_gbps <= gbps
         times["compute_seconds"] = plan.times.compute_seconds
-        step = _C.choose_plan(plan.timeline, **times, numels=numels, **rule)["predicted"]
+        step = _C.choose_plan(*posed(plan, rule, times, numels))["predicted"]
         print(f"{gbps} GB/s, measured {rates.upload_gbps:.3f}: {step['seconds']:.4f} s")
         steps.append((rates.upload_gbps, step["upload_seconds"], step["seconds"]))
     fast, slow = steps
@@ -364,7 +369,7 @@ def test_activations_that_leave_are_part_of_the_choice():
     assert not any(bytes for bytes, is_forward in zip(leaving, forward, strict=True) if not is_forward)
     assert not any(coming[: sum(forward) - 1])  # the backward of the loss belongs to the last access of forward
     times, numels = plan.times.as_core(), [chunk.numel for chunk in plan.chunks]
-    choice = _C.choose_plan(plan.timeline, **times, numels=numels, **plan.problem)
+    choice = _C.choose_plan(*posed(plan, plan.problem, times, numels))
     assert choice["predicted"]["seconds"] == plan.prediction.seconds
     stays = simulated(plan, plan.problem, plan.as_core(), {**times, "activations": []}, numels)
     assert plan.prediction.seconds > stays["seconds"]

@@ -5,7 +5,7 @@ from patrickstar.module.layouts import make_layout
 from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.machines import H200
 from patrickstar.planning.meta_operations import MetaOperations
-from patrickstar.planning.timeline import make_timeline
+from patrickstar.planning.timeline import play_accesses
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
 from tests.engine.test_writes_in_use import case_of
@@ -47,7 +47,7 @@ def meta_uses(case, checkpointing):
 def meta_accesses(case, checkpointing, states_on_device):
     params, uses = meta_uses(case, checkpointing)
     layout = make_layout(params, CHUNK_NUMEL)
-    timed = make_timeline(uses, layout, [states_on_device] * layout.num_chunks)
+    timed = play_accesses(uses, layout, [states_on_device] * layout.num_chunks).timed(uses)
     assert len(timed.seconds) == len(timed.accesses)
     assert min(timed.seconds) >= 0 < sum(timed.seconds)
     return timed.accesses
@@ -59,8 +59,8 @@ def test_what_chunks_hold_for_nothing():
         module = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     params = plan_params(module, torch.float32, use_cpu_embedding=False)
     uses = trace_uses(module, params, torch.float32, {"input": torch.ones(1, 4)}, H200.gpu, lambda out: out.sum())
-    assert make_timeline(uses, make_layout(params, 1024), [False]).waste_bytes == 128 * 4
-    assert make_timeline(uses, make_layout(params, 128), [False] * 2).waste_bytes == 0
+    assert play_accesses(uses, make_layout(params, 1024), [False]).timed(uses).waste_bytes == 128 * 4
+    assert play_accesses(uses, make_layout(params, 128), [False] * 2).timed(uses).waste_bytes == 0
 
 
 def structure(accesses):

@@ -10,7 +10,7 @@ from patrickstar.module.layouts import make_layout
 from patrickstar.module.preprocess import plan_params
 from patrickstar.planning.machines import H200
 from patrickstar.planning.sharded import PlannedDivision
-from patrickstar.planning.timeline import make_timeline
+from patrickstar.planning.timeline import play_accesses
 from patrickstar.planning.uses import trace_uses
 from patrickstar.runtime import initialize_engine
 from patrickstar.sequence.choice import Links
@@ -35,7 +35,7 @@ def planned_activation_memory(size, mode, length):
     inputs = {**division.inputs(1, module), "use_cache": False}
     uses = trace_uses(module, params, torch.float32, inputs, H200.gpu, divisions=[division])
     layout = make_layout(params, 8192)
-    return make_timeline(uses, layout, [False] * layout.num_chunks).activation_peak_bytes
+    return play_accesses(uses, layout, [False] * layout.num_chunks).timed(uses).activation_peak_bytes
 
 
 def test_memory_is_flat_where_the_length_grows_with_the_ranks():

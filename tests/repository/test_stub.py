@@ -34,12 +34,7 @@ def test_the_extension_agrees_with_itself():
     assert TOOL.differences(made) == []
 
 
-_REST_OF_ADAM = """,
-        *,
-        key: optim.RandomKey | None = None,
-        **scalars: float,
-    ) -> None:
-        \"\"\"One"""
+_REST_OF_UPDATE = ',\n    ) -> None:\n        """One'
 EDITS = {
     "a function is missing": ("def num_available_cpus() -> int:", "def _num_available_cpus() -> int:"),
     "a function too many": ("UNLIMITED: int\n", "UNLIMITED: int\ndef surplus() -> None: ...\n"),
@@ -84,7 +79,7 @@ EDITS = {
     "another element": ("def format_cpu_list(cpus: Sequence[int])", "def format_cpu_list(cpus: Sequence[str])"),
     "a wider type": ("def allowed_cpus() -> list[int]:", "def allowed_cpus() -> list:"),
     "not optional": ("observer: UseObserver | None = None", "observer: UseObserver = None"),
-    "half of a union": ("int | ThreadPool" + _REST_OF_ADAM, "ThreadPool" + _REST_OF_ADAM),
+    "half of a union": ("ThreadPool | int" + _REST_OF_UPDATE, "ThreadPool" + _REST_OF_UPDATE),
     "Any for a type": ("def predicted_step(self) -> dict[str, Any] | None:", "def predicted_step(self) -> Any:"),
     "no type": ("def set_interrupt_delivery(function: Callable[[], object])", "def set_interrupt_delivery(function)"),
     "no docstring": ('    """The calling thread\'s affinity mask, ascending."""', "    ..."),

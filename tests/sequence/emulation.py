@@ -7,7 +7,7 @@ import math
 import torch
 
 from patrickstar.sequence.block import Partial, Rule, Total, attend, attend_backward, sinks_gradient
-from patrickstar.sequence.kernels import KERNELS, Passes, token_major
+from patrickstar.sequence.kernels import KERNELS, Passes, Whole, token_major
 from patrickstar.sequence.layout import Mode, Slice, positions_of_rank
 from patrickstar.sequence.masking import make_masking
 from patrickstar.sequence.ring import blocks_of_turn
@@ -39,12 +39,12 @@ def sharded_attention(q, k, v, grad, size, mode, rule, sinks=None):
         found, grad_q = Partial(q_of[rank], v.shape[-1]), Total(q_of[rank])
         for owner, block in _blocks(rank, size, mode, length, rule):
             attend(found, q_of[rank], k_of[owner], v_of[owner], block, rule)
-        whole = found.result(sinks)
-        grad_sinks += [] if sinks is None else [sinks_gradient(grad_of[rank], *whole, sinks)]
+        whole = Whole(grad_of[rank], *found.result(sinks))
+        grad_sinks += [] if sinks is None else [sinks_gradient(whole, sinks)]
         for owner, block in _blocks(rank, size, mode, length, rule):
             totals = grad_q, k_totals[owner], v_totals[owner]
-            attend_backward(totals, grad_of[rank], whole, q_of[rank], k_of[owner], v_of[owner], block, rule)
-        outs.append(whole[0])
+            attend_backward(totals, whole, q_of[rank], k_of[owner], v_of[owner], block, rule)
+        outs.append(whole.out)
         grad_qs.append(grad_q.result())
     order = torch.argsort(torch.cat(here))
     parts = outs, grad_qs, [total.result() for total in k_totals], [total.result() for total in v_totals]
