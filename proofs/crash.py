@@ -267,7 +267,7 @@ def copying_nothing() -> Iterator[None]:
 
     def without_copies(source: Any, memory: Any) -> Snapshot:
         taken = Snapshot(memory)
-        taken.copied += [dataclasses.replace(shard, read_pieces=None) for shard in source.shards()]
+        taken.copied += [dataclasses.replace(shard, copies=None) for shard in source.shards()]
         return taken
 
     with replaced(later_saves, "take_snapshot", without_copies):

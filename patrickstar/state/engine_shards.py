@@ -6,7 +6,6 @@ order. The first rank saves what all ranks hold alike: buffers, and parameters t
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.checkpoint.memory import Scratch, bytes_of, tensor_of
+from patrickstar.checkpoint.memory import Scratch, bytes_at, bytes_of, tensor_of
 from patrickstar.checkpoint.rng import rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS, Kind, TensorRange, TensorShard, is_row_major
 from patrickstar.checkpoint.snapshot import Piece
@@ -110,9 +109,8 @@ class EngineSource:
                 continue
             if shard is not last:
                 last, values = shard, bytes_of(shard.read())
-            begin, num_bytes = piece.begin * shard.dtype.itemsize, (piece.end - piece.begin) * shard.dtype.itemsize
-            target = (ctypes.c_char * num_bytes).from_address(piece.address)
-            memoryview(target).cast("B")[:] = values[begin : begin + num_bytes]
+            begin = piece.begin * shard.dtype.itemsize
+            bytes_at(piece.address, piece.num_bytes)[:] = values[begin : begin + piece.num_bytes]
         self._session.runtime.read_ranges(ranges, [])
 
     def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
