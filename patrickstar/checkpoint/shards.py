@@ -78,6 +78,8 @@ class ShardCopy:
 
     data: memoryview
     """Their bytes, valid until :attr:`release`."""
+    crc: int
+    """CRC-32C of :attr:`data` when it was copied."""
     release: Callable[[], None]
     """Gives the memory back; any thread may call it."""
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from patrickstar.checkpoint.file_stream import ALIGNMENT, LEAST_UNCOPIED_BYTES
@@ -66,8 +67,10 @@ class Piece:
 class CopyableSource(ShardSource, Protocol):
     """A source that copies many shards at once."""
 
-    def copy(self, pieces: Sequence[Piece]) -> None:
-        """Copies the elements of pieces, which follow each other in each shard, to their addresses."""
+    def copy(self, pieces: Sequence[Piece]) -> list[int]:
+        """Copies the elements of pieces, which follow each other in each shard, to their addresses; returns the CRC-32C
+        of each.
+        """
 
 
 class Snapshot:
@@ -96,11 +99,11 @@ class Snapshot:
             pieces.append(dataclasses.replace(piece, memory=address, address=address))
         return pieces
 
-    def add(self, shard: TensorShard, pieces: Sequence[Piece]) -> None:
-        """Adds a shard whose elements are in ``pieces``."""
+    def add(self, shard: TensorShard, pieces: Sequence[Piece], crcs: Iterable[int]) -> None:
+        """Adds a shard whose elements are in ``pieces``, of these checksums."""
         copies = [
-            ShardCopy(bytes_at(piece.address, piece.num_bytes), functools.partial(self._give_back, piece.memory))
-            for piece in pieces
+            ShardCopy(bytes_at(piece.address, piece.num_bytes), crc, functools.partial(self._give_back, piece.memory))
+            for piece, crc in zip(pieces, crcs, strict=True)
         ]
         self.copied.append(dataclasses.replace(shard, copies=copies))
 
@@ -149,6 +152,6 @@ def take_snapshot(
 
 
 def _copy(source: CopyableSource, snapshot: Snapshot, batch: Sequence[tuple[TensorShard, list[Piece]]]) -> None:
-    source.copy([piece for _, pieces in batch for piece in pieces])
+    crcs = iter(source.copy([piece for _, pieces in batch for piece in pieces]))
     for shard, pieces in batch:
-        snapshot.add(shard, pieces)
+        snapshot.add(shard, pieces, itertools.islice(crcs, len(pieces)))

@@ -250,7 +250,7 @@ def _write_shard(stream: FileStream, shard: TensorShard) -> int:
         return _C.crc32c(data)
     crc = 0
     for copy in shard.copies:
-        crc = _C.crc32c(copy.data, crc)
+        crc = _C.joined_crc32c(crc, copy.crc, len(copy.data))
         stream.give(copy.data, copy.release)
     return crc
 

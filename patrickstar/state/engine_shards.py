@@ -96,22 +96,28 @@ class EngineSource:
         elif self._session.chunk_ranks.rank == 0:
             yield _shard(name, kind, param.shape, dtype, read_whole)
 
-    def copy(self, pieces: Sequence[Piece]) -> None:
+    def copy(self, pieces: Sequence[Piece]) -> list[int]:
         """See ``CopyableSource``. Values of chunks are copied by all threads of the core."""
-        ranges = []
+        crcs = [0] * len(pieces)
+        ranges, places = [], []
         last: TensorShard | None = None
-        for piece in pieces:
+        for index, piece in enumerate(pieces):
             shard = piece.shard
             if shard.place is not None and shard.dtype == torch.float32:
                 param, first = shard.place
                 array = _array_of(self._session, shard.kind)
                 ranges.append((param, array, first + piece.begin, first + piece.end, _IN_MEMORY, piece.address))
+                places.append(index)
                 continue
             if shard is not last:
                 last, values = shard, bytes_of(shard.read())
             begin = piece.begin * shard.dtype.itemsize
-            bytes_at(piece.address, piece.num_bytes)[:] = values[begin : begin + piece.num_bytes]
-        self._session.runtime.read_ranges(ranges, [])
+            copied = bytes_at(piece.address, piece.num_bytes)
+            copied[:] = values[begin : begin + piece.num_bytes]
+            crcs[index] = _C.crc32c(copied)
+        for index, crc in zip(places, self._session.runtime.read_checked(ranges), strict=True):
+            crcs[index] = crc
+        return crcs
 
     def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
         values = tensor_of(self._scratch.take(numel * torch.float32.itemsize), torch.float32)
