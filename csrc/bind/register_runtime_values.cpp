@@ -103,8 +103,7 @@ void register_runtime_values(RuntimeClass& runtime) {
           }),
           "Reads this rank's values: [(param, kind, begin, end, file or -1, offset or address)], [(descriptor, "
           "bytes)].")
-      .def("read_checked",
-           bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<RangeTuple> ranges) {
+      .def("read_checked", bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<RangeTuple> ranges) {
              return open.ranges.read_checked(value_ranges(ranges));
            }),
            nb::arg("ranges"), "Reads this rank's values into memory, as read_ranges; the CRC-32C of each range.")

@@ -53,7 +53,9 @@ class ValueRanges {
 
   // Reads values out of chunks, as ChunkValues::read_own. Files are sized first, so that there is room for all. Throws
   // SystemError if a file cannot be written.
-  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) { read(ranges, files, nullptr); }
+  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
+    read(ranges, files, nullptr);
+  }
   // Reads values into memory and returns each range's CRC-32C, taken while its bytes are in the cache.
   std::vector<uint32_t> read_checked(const std::vector<ValueRange>& ranges);
   // Writes values into chunks, as ChunkValues::write on the chunk's resting tier. Ranges of one array must be

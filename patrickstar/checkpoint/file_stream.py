@@ -27,7 +27,7 @@ import numpy as np
 from patrickstar.checkpoint.disk import Disk, write_all
 
 ALIGNMENT = 4096
-"""Of bytes, offsets and memory of direct writes."""
+"""Alignment of direct writes: of bytes, offsets and memory."""
 LEAST_UNCOPIED_BYTES = 2**20
 """Fewer given bytes are copied into a block, rather than written alone."""
 

@@ -5,8 +5,8 @@
     saving.write(snapshot.copied)    # at any time, by any thread; gives each piece back
     snapshot.close()
 
-A copy lies in pieces, so that it fits into fragmented memory. Large pieces are aligned in memory as in the file, so that
-they are written from where they lie (``file_stream.py``).
+A copy lies in pieces, so that it fits into fragmented memory. Large pieces are aligned in memory as in the file, and
+written from where they lie (``file_stream.py``).
 """
 
 from __future__ import annotations
