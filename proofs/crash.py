@@ -265,7 +265,7 @@ def copying_nothing() -> Iterator[None]:
     from patrickstar.checkpoint.snapshot import Snapshot
     from patrickstar.state import later_saves
 
-    def without_copies(source: Any, memory: Any) -> Snapshot:
+    def without_copies(source: Any, memory: Any, offsets: Any) -> Snapshot:
         taken = Snapshot(memory)
         taken.copied += [dataclasses.replace(shard, copies=None) for shard in source.shards()]
         return taken
