@@ -175,6 +175,10 @@ class GptOssShape(MixtureShape):
         return _trainable(GptOssForCausalLM, config, self.checkpointing, "flex_attention")
 
 
+def _llama_8b(layers: int) -> LlamaShape:
+    return LlamaShape(4096, layers, 32, 8, 14336, 128256, 4096, checkpointing=True)
+
+
 def _qwen3_30b(layers: int) -> MixtureShape:
     return MixtureShape(2048, layers, 32, 4, 128, 128, 8, 768, 151936, 4096, checkpointing=True)
 
@@ -196,8 +200,9 @@ SHAPES: dict[str, GptShape | LlamaShape | MixtureShape] = {
     "1.5b": GptShape(1600, 48, 25, 50304, 1024, checkpointing=True),
     "4.3b": GptShape(2304, 64, 16, 50304, 1024, checkpointing=True),
     "6.3b": GptShape(3072, 53, 16, 50304, 1024, checkpointing=True),
-    # Llama-3.1-8B
-    "llama-8b": LlamaShape(4096, 32, 32, 8, 14336, 128256, 4096, checkpointing=True),
+    # Llama-3.1-8B, and its first layers, of which a disk of 64 GiB has room for a checkpoint
+    "llama-8b": _llama_8b(32),
+    "llama-8b-14-layers": _llama_8b(14),
     "10.5b": GptShape(4096, 50, 16, 50304, 1024, checkpointing=True),
     "qwen-14b": LlamaShape(
         5120, 48, 40, 8, 13824, 152064, 4096, checkpointing=True, attention_bias=True

@@ -1,171 +1,93 @@
 """Checkpoints that a thread completes while training goes on, beside ``torch.distributed.checkpoint``.
 
 * waited: seconds until the call returns. complete: until the checkpoint is on the disk.
-* steps: median before the save, and of the steps that end while it runs.
-* peer: the model in float32 with bfloat16 autocast and fused AdamW, all on the GPU, as a user of plain PyTorch has it.
+* steps: median of those before the save (the second half) and after it, and of those that end while it runs.
+* host: resident memory beyond that before the call, looked at after the call and each step.
+* DCP: the model in float32 with bfloat16 autocast and fused AdamW, all on the GPU, as a user of plain PyTorch has it.
 * disk: GB/s of one file of 4 GiB, with fsync.
 * no save: CPU seconds of steps in pairs, after a save that is over and without its look in the step: the median ratio,
   and quartiles.
+
+Each system runs in a process of its own, DCP last. All end with ``--timeout``, and the table has what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import dataclasses
 import os
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmark.common import SHAPES, provenance, show
+from benchmark.launch import launch
+from benchmark.saves_worker import KINDS, SYSTEMS, Job
+from benchmark.steps import add_engine_arguments, make_job
 
-from benchmark.common import provenance, show, synchronize, token_batch
-from benchmark.steps import add_engine_arguments, make_job, timed_step
-
-_STEPS = 10
+_WORKER = "benchmark.saves_worker"
 _DISK_BYTES = 4 * 2**30
-_KINDS = ["sync", "async"]
+_BYTES_PER_PARAMETER = 12  # float32 values and both states of Adam
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--folder", type=Path, help="(default: a temporary one)")
     parser.add_argument("--saves", type=int, default=2, help="of each kind")
-    parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS)
-    parser.add_argument("--pairs", type=int, default=20, help="of steps without a save")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--pairs", type=int, default=20, help="of steps without a save; 0: none")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of all systems together")
     parser.set_defaults(steps=0)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains and saves. The rows are saves."""
+    deadline = time.monotonic() + args.timeout
     folder = Path(tempfile.mkdtemp(dir=args.folder))
+    found: dict[str, Any] = {"case": "saves", "model": args.model, "rows": [], "no_save": None, "failures": {}}
     try:
-        rate = _disk_rate(folder)
-        show(f"disk {rate:.2f} GB/s")
-        rows = _engine_rows(args, folder) + _peer_rows(args, folder)
+        found["num_bytes"] = num_bytes = SHAPES[args.model].num_parameters() * _BYTES_PER_PARAMETER
+        check_room(args.model, num_bytes, shutil.disk_usage(folder).free)
+        found["disk"] = _disk_rate(folder)
+        show(f"disk {found['disk']:.2f} GB/s, a checkpoint takes {num_bytes / 1e9:.1f} GB")
+        for system in args.systems:
+            job = Job(
+                system=system, ranks=1, training=dataclasses.asdict(make_job(args, 1.0)), further=args.further,
+                kinds=args.kinds, saves=args.saves, pairs=args.pairs, folder=str(folder), num_bytes=num_bytes,
+            )  # fmt: skip
+            failure = launch(
+                _WORKER, job, timeout_seconds=max(deadline - time.monotonic(), 0.0),
+                take=lambda _rank, event: _take(event, found),
+            )  # fmt: skip
+            if failure is not None:
+                show(failure.log_tail)
+                found["failures"][system] = str(failure)
+            for left in folder.iterdir():
+                shutil.rmtree(left)
     finally:
         shutil.rmtree(folder)
-    return {"case": "saves", "model": args.model, "disk": rate, "rows": rows, **provenance()}
+    return found | provenance()
 
 
-def _engine_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    from benchmark.ranks import training_device
-    from benchmark.systems.patrickstar import training_options
-    from benchmark.systems.weights import build_job_model
-    from patrickstar.runtime import initialize_engine
-
-    job, device = make_job(args, 1.0), training_device()
-    config = training_options(job).engine_config() | args.further
-    engine, optimizer = initialize_engine(lambda: build_job_model(job), device.index or 0, config)
-    engine.train()
-    batches = _batches(job, device)
-
-    def step() -> float:
-        return timed_step(engine, optimizer, batches())[0]
-
-    def save(target: Path, later: bool) -> Callable[[], bool]:
-        engine.save_checkpoint(target, "tag", wait=not later)
-        return lambda: not engine._session.saves.is_running  # each step looks whether it is over
-
-    rows = [_row("patrickstar", kind, step, save, folder) for kind in args.kinds for _ in range(args.saves)]
-    low, middle, high = _ratios_without_a_save(engine, step, args.pairs)
-    show(f"no save: CPU seconds of a step {middle:.4f} times ({low:.4f} to {high:.4f}) those without the look")
-    engine.discard()
-    return rows
+def check_room(model: str, num_bytes: int, free_bytes: int) -> None:
+    """Raises SystemExit unless a checkpoint of so many bytes fits on the disk, with a hundredth to spare."""
+    if max(num_bytes * 1.01, _DISK_BYTES) > free_bytes:
+        raise SystemExit(
+            f"a checkpoint of {model} takes {num_bytes / 1e9:.1f} GB, whatever --states says, and its disk has "
+            f"{free_bytes / 1e9:.1f} GB free; choose another --folder or a smaller --model"
+        )
 
 
-def _ratios_without_a_save(engine: Any, step: Callable[[], float], num_pairs: int) -> list[float]:
-    """Quartiles; the first step of a pair alternates."""
-    saves, ratios = engine._session.saves, []
-    for number in range(num_pairs):
-        seconds = {}
-        for looks in (True, False) if number % 2 == 0 else (False, True):
-            if not looks:
-                saves.check = lambda _control: None  # in place of the class's
-            begin = time.process_time()
-            step()
-            seconds[looks] = time.process_time() - begin
-            vars(saves).pop("check", None)
-        ratios.append(seconds[True] / seconds[False])
-    return statistics.quantiles(ratios, n=4)
-
-
-def _peer_rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    from benchmark.ranks import training_device
-    from benchmark.systems.weights import build_meta_model, fill_parameters
-
-    gc.collect()
-    job, device = make_job(args, 1.0), training_device()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    model = build_meta_model(job.shape).to_empty(device=device)
-    fill_parameters(model)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batches = _batches(job, device)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", "WORLD_SIZE": "1"}
-    dist.init_process_group("gloo")
-
-    def step() -> float:
-        synchronize()
-        begin = time.perf_counter()
-        optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model(**batches()).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        synchronize()
-        return time.perf_counter() - begin
-
-    def save(target: Path, later: bool) -> Callable[[], bool]:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        if not later:
-            dcp.save(state, checkpoint_id=target)
-            return lambda: True
-        return dcp.async_save(state, checkpoint_id=target).done
-
-    rows = [_row("DCP", kind, step, save, folder) for kind in args.kinds for _ in range(args.saves)]
-    dist.destroy_process_group()
-    return rows
-
-
-def _row(
-    system: str,
-    kind: str,
-    step: Callable[[], float],
-    save: Callable[[Path, bool], Callable[[], bool]],
-    folder: Path,
-) -> dict[str, Any]:
-    before = statistics.median([step() for _ in range(_STEPS)][_STEPS // 2 :])
-    target = folder / "checkpoint"
-    begin = time.perf_counter()
-    is_over = save(target, kind == "async")
-    waited = time.perf_counter() - begin
-    during = []
-    while not is_over():
-        during.append(step())
-    complete = time.perf_counter() - begin
-    num_bytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    shutil.rmtree(target)
-    row = {
-        "system": system, "kind": kind, "waited": waited, "complete": complete,
-        "gb": num_bytes / 1e9, "step_before": before, "step_during": statistics.median(during) if during else None,
-    }  # fmt: skip
-    show(_line(row))
-    return row
-
-
-def _batches(job: Any, device: torch.device) -> Callable[[], dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return lambda: {key: value.to(device) for key, value in token_batch(job.shape, job.batch, generator).items()}
+def _take(event: dict[str, Any], found: dict[str, Any]) -> None:
+    if event["event"] == "no_save":
+        found["no_save"] = event["quartiles"]
+        show(_no_save_line(event["quartiles"]))
+    else:
+        found["rows"].append(event)
+        show(_line(event))
 
 
 def _disk_rate(folder: Path) -> float:
@@ -181,14 +103,21 @@ def _disk_rate(folder: Path) -> float:
 
 
 def _line(row: dict[str, Any]) -> str:
-    during = "-" if row["step_during"] is None else f"{row['step_during']:.3f}"
+    during = row["step_during"]
+    meanwhile = "" if during is None else f", {during:.3f} during it: {during / row['step_beside']:.2f} x"
     return (
         f"{row['system']:12} {row['kind']:6} waited {row['waited']:7.2f} s, complete {row['complete']:7.2f} s, "
-        f"{row['gb']:.1f} GB, {row['gb'] / row['complete']:.2f} GB/s, steps {row['step_before']:.3f} s before, "
-        f"{during} during it"
+        f"{row['gb']:.1f} GB, {row['gb'] / row['complete']:.2f} GB/s, host +{row['host_bytes'] / 1e9:.1f} GB, steps "
+        f"{row['step_beside']:.3f} s{meanwhile}"
     )
 
 
+def _no_save_line(quartiles: list[float]) -> str:
+    low, middle, high = quartiles
+    return f"no save: CPU seconds of a step {middle:.4f} times ({low:.4f} to {high:.4f}) those without the look"
+
+
 def format_table(result: dict[str, Any]) -> str:
-    title = f"{result['gpu']}, {result['model']}, disk {result['disk']:.2f} GB/s"
-    return "\n".join([title, *map(_line, result["rows"])])
+    lines = [f"{result['gpu']}, {result['model']}, disk {result['disk']:.2f} GB/s", *map(_line, result["rows"])]
+    lines += [] if result["no_save"] is None else [_no_save_line(result["no_save"])]
+    return "\n".join(lines + [f"{system} ended: {reason}" for system, reason in result["failures"].items()])

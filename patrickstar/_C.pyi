@@ -382,6 +382,9 @@ class WorkQueue:
 def crc32c(data: Buffer, crc: int = 0) -> int:
     """CRC-32C of the bytes of a contiguous buffer, after those of checksum ``crc`` (common/crc32c.h)."""
 
+def joined_crc32c(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32C of bytes that are followed by ``second_bytes`` others, from both checksums (common/crc32c.h)."""
+
 def crc32c_portable(data: Buffer, crc: int = 0) -> int:
     """``crc32c`` by table lookup, on any processor."""
 
@@ -1149,6 +1152,9 @@ class Runtime(UseListener):
     def rows_are_on_host(self, param: int) -> bool:
         """True in a forward without gradients if the device has no value (engine/value_rows.h)."""
     def copy_rows(self, param: int, rows: Sequence[int], row_numel: int, to: int, /) -> None: ...
+    def read_checked(self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]]) -> list[int]:
+        """Reads this rank's values into memory, as ``read_ranges``; the CRC-32C of each range."""
+
     def read_ranges(
         self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]], files: Sequence[tuple[int, int]], /
     ) -> None:

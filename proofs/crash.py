@@ -265,9 +265,9 @@ def copying_nothing() -> Iterator[None]:
     from patrickstar.checkpoint.snapshot import Snapshot
     from patrickstar.state import later_saves
 
-    def without_copies(source: Any, memory: Any) -> Snapshot:
+    def without_copies(source: Any, memory: Any, offsets: Any) -> Snapshot:
         taken = Snapshot(memory)
-        taken.copied += [dataclasses.replace(shard, read_pieces=None) for shard in source.shards()]
+        taken.copied += [dataclasses.replace(shard, copies=None) for shard in source.shards()]
         return taken
 
     with replaced(later_saves, "take_snapshot", without_copies):

@@ -36,6 +36,8 @@ uint32_t checksum(const nb::object& data, uint32_t crc) {
 void register_checksum(nb::module_& module) {
   module.def("crc32c", &checksum<crc32c>, nb::arg("data"), nb::arg("crc") = 0,
              "CRC-32C of the bytes of a contiguous buffer, after those of checksum crc (common/crc32c.h).");
+  module.def("joined_crc32c", &joined_crc32c, nb::arg("first"), nb::arg("second"), nb::arg("second_bytes"),
+             "CRC-32C of bytes that are followed by second_bytes others, from both checksums (common/crc32c.h).");
   module.def("crc32c_portable", &checksum<crc32c_portable>, nb::arg("data"), nb::arg("crc") = 0,
              "crc32c by table lookup, on any processor.");
 }

@@ -103,6 +103,10 @@ void register_runtime_values(RuntimeClass& runtime) {
           }),
           "Reads this rank's values: [(param, kind, begin, end, file or -1, offset or address)], [(descriptor, "
           "bytes)].")
+      .def("read_checked", bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<RangeTuple> ranges) {
+             return open.ranges.read_checked(value_ranges(ranges));
+           }),
+           nb::arg("ranges"), "Reads this rank's values into memory, as read_ranges; the CRC-32C of each range.")
       .def("write_ranges", bound<Call::kWriteValues>(
                                +[](OpenEngine& open, std::vector<RangeTuple> ranges, std::vector<FileTuple> files) {
                                  open.ranges.write(value_ranges(ranges), range_files(files));

@@ -52,6 +52,16 @@ uint32_t run_portable(uint32_t value, const unsigned char* bytes, size_t num_byt
   return value;
 }
 
+// Product of two polynomials modulo kPolynomial; the highest bit is the coefficient of x^0.
+uint32_t product(uint32_t one, uint32_t other) {
+  uint32_t result = 0;
+  for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
+    if (one & bit) result ^= other;
+    other = (other >> 1) ^ (kPolynomial & (0u - (other & 1)));
+  }
+  return result;
+}
+
 #if defined(__x86_64__)
 
 // Effect of `num_bytes` zero bytes on a register. The effect is linear: one table per byte of the register. It shifts
@@ -121,6 +131,16 @@ uint32_t crc32c(uint32_t crc, const void* data, size_t num_bytes) {
   if (__builtin_cpu_supports("sse4.2")) return ~run_sse42(~crc, static_cast<const unsigned char*>(data), num_bytes);
 #endif
   return crc32c_portable(crc, data, num_bytes);
+}
+
+// Zero bytes multiply a register by x^8 each. The inversions of both checksums cancel out.
+uint32_t joined_crc32c(uint32_t first, uint32_t second, int64_t second_bytes) {
+  uint32_t power = 1u << 23;  // x^8
+  for (int64_t count = second_bytes; count > 0; count >>= 1) {
+    if (count & 1) first = product(first, power);
+    power = product(power, power);
+  }
+  return first ^ second;
 }
 
 uint32_t crc32c_portable(uint32_t crc, const void* data, size_t num_bytes) {

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "common/crc32c.h"
 #include "common/sizes.h"
 #include "memory/host_mapping.h"
 
@@ -20,6 +21,17 @@ namespace patrickstar {
 namespace {
 
 constexpr int64_t kStagingBytes = int64_t{128} << 20;  // each of two pinned pieces; not measured
+constexpr int64_t kCheckedGrain = int64_t{64} << 10;   // in a core's cache between copying and the checksum
+
+uint32_t copy_checked(char* to, const char* from, int64_t num_bytes) {
+  uint32_t crc = 0;
+  for (int64_t begin = 0; begin < num_bytes; begin += kCheckedGrain) {
+    const auto count = static_cast<size_t>(std::min(kCheckedGrain, num_bytes - begin));
+    std::memcpy(to + begin, from + begin, count);
+    crc = crc32c(crc, to + begin, count);
+  }
+  return crc;
+}
 
 void write_file(int descriptor, const char* from, int64_t num_bytes, int64_t at) {
   while (num_bytes > 0) {
@@ -53,8 +65,12 @@ bool same_array(const ValueRange& one, const ValueRange& other) {
 // Copies device memory to files and memory through two pinned pieces: one is filled while the other is copied on.
 class ValueRanges::Staging {
  public:
-  Staging(ValueRanges& ranges, const std::vector<RangeFile>& files)
-      : ranges_(ranges), files_(files), backend_(ranges.memory_.backend()), memory_(2 * kStagingBytes) {
+  Staging(ValueRanges& ranges, const std::vector<RangeFile>& files, std::vector<Checked>* checked)
+      : ranges_(ranges),
+        files_(files),
+        checked_(checked),
+        backend_(ranges.memory_.backend()),
+        memory_(2 * kStagingBytes) {
     backend_.pin(memory_.data(), memory_.num_bytes());
   }
   ~Staging() {
@@ -100,13 +116,14 @@ class ValueRanges::Staging {
     current_ = 1 - current_;
     if (half().filled == nullptr) return;
     backend_.synchronize(std::exchange(half().filled, nullptr));
-    ranges_.copy_out(half().copies, files_);
+    ranges_.copy_out(half().copies, files_, checked_);
     half().copies.clear();
     half().used = 0;
   }
 
   ValueRanges& ranges_;
   const std::vector<RangeFile>& files_;
+  std::vector<Checked>* const checked_;
   Backend& backend_;
   HostMapping memory_;
   std::array<Half, 2> halves_;
@@ -114,7 +131,24 @@ class ValueRanges::Staging {
   int64_t current_ = 0;
 };
 
-void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
+std::vector<uint32_t> ValueRanges::read_checked(const std::vector<ValueRange>& ranges) {
+  std::vector<Checked> parts;
+  read(ranges, {}, &parts);
+  std::sort(parts.begin(), parts.end(), [](const Checked& one, const Checked& other) { return one.at < other.at; });
+  std::vector<uint32_t> crcs;
+  for (const ValueRange& range : ranges) {
+    auto part = std::lower_bound(parts.begin(), parts.end(), range.at,
+                                 [](const Checked& candidate, int64_t at) { return candidate.at < at; });
+    uint32_t crc = 0;
+    const int64_t end = range.at + float_bytes(range.end - range.begin);
+    for (; part != parts.end() && part->at < end; ++part) crc = joined_crc32c(crc, part->crc, part->num_bytes);
+    crcs.push_back(crc);
+  }
+  return crcs;
+}
+
+void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files,
+                       std::vector<Checked>* checked) {
   memory_.device().pool().parallel_for(static_cast<int64_t>(files.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const RangeFile& file = files[static_cast<size_t>(i)];
@@ -134,7 +168,7 @@ void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<
     if (char* const part = readable(range)) {
       copies.push_back(copy_of(range, part));
     } else if (is_plain(range) && memory_.array(id).on_device) {
-      if (staging == nullptr) staging = std::make_unique<Staging>(*this, files);
+      if (staging == nullptr) staging = std::make_unique<Staging>(*this, files, checked);
       memory_.await_on_device(id);
       memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
       const char* const from =
@@ -145,11 +179,11 @@ void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<
         values.resize(static_cast<size_t>(shard.numel));
         values_.read_own(range.param, range.kind, values.data());
       }
-      copy_out({copy_of(range, reinterpret_cast<char*>(values.data()))}, files);
+      copy_out({copy_of(range, reinterpret_cast<char*>(values.data()))}, files, checked);
     }
   }
   if (staging != nullptr) staging->finish();
-  copy_out(copies, files);
+  copy_out(copies, files, checked);
 }
 
 void ValueRanges::write(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
@@ -245,74 +279,6 @@ ValueRanges::SetAside ValueRanges::set_aside(const std::vector<ValueRange>& rang
   return result;
 }
 
-std::vector<ArrayId> ValueRanges::stored_arrays(ParamId param) const {
-  const Layout& layout = memory_.layout();
-  const ChunkId chunk = layout.placement(param).chunk;
-  const ChunkSpec& spec = layout.chunk(chunk);
-  if (!spec.trainable || spec.puts_values_in_place()) return {};
-  std::vector<ArrayId> arrays;
-  if (spec.rows.param().source == Source::kNone) arrays.push_back(layout.param_resting_tier(chunk));
-  for (ArrayKind kind : spec.state_kinds()) {
-    if (is_8_bit(spec.states.of(kind))) return {};
-    arrays.push_back({chunk, kind});
-  }
-  return arrays;
-}
-
-std::vector<int64_t> ValueRanges::stored_bytes(ParamId param) const {
-  std::vector<int64_t> result;
-  for (ArrayId id : stored_arrays(param)) {
-    const ChunkSpec& spec = memory_.layout().chunk(id.chunk);
-    const bool is_value = id.kind == spec.param_resting_tier();
-    result.push_back(is_value ? element_size(spec.dtype) : state_offset(spec.states.of(id.kind), 1));
-  }
-  return result;
-}
-
-bool ValueRanges::is_stored_on_device(ParamId param) const {
-  const std::vector<ArrayId> arrays = stored_arrays(param);
-  const auto is_there = [&](ArrayId id) { return memory_.array(id).on_device; };
-  return !arrays.empty() && std::all_of(arrays.begin(), arrays.end(), is_there);
-}
-
-std::vector<const void*> ValueRanges::stored_on_device(ParamId param) {
-  PS_CHECK(is_stored_on_device(param), StateError, memory_.store().param_name(param),
-           " is not on the device; read its values into memory or a file");
-  const ParamShard shard = memory_.layout().shard_of(param);
-  const std::vector<int64_t> bytes = stored_bytes(param);
-  std::vector<const void*> result;
-  for (ArrayId id : stored_arrays(param)) {
-    memory_.await_on_device(id);
-    const auto* const data = static_cast<const char*>(memory_.array(id).device_buffer.data);
-    result.push_back(data + shard.offset * bytes[result.size()]);
-  }
-  return result;
-}
-
-void ValueRanges::write_stored(ParamId param, const std::vector<StoredRange>& ranges) {
-  const std::vector<ArrayId> arrays = stored_arrays(param);
-  const std::vector<int64_t> bytes = stored_bytes(param);
-  const ParamShard shard = memory_.layout().shard_of(param);
-  std::vector<int64_t> given(arrays.size(), 0);
-  for (const StoredRange& range : ranges) {
-    PS_CHECK(0 <= range.array && range.array < static_cast<int>(arrays.size()), ArgumentError, "array ", range.array,
-             " of ", memory_.store().param_name(param), ", which has ", arrays.size());
-    given[static_cast<size_t>(range.array)] += range.end - range.begin;
-  }
-  for (int64_t numel : given) {
-    PS_CHECK(numel == shard.numel, ArgumentError, memory_.store().param_name(param), ": ", numel,
-             " elements are given of a part of ", shard.numel);
-  }
-  const ChunkId chunk = memory_.layout().placement(param).chunk;
-  const Tier resting_tier = memory_.store().resting_tier(chunk);
-  for (const ArrayId id : arrays) values_.make_stored(id, resting_tier);
-  for (const StoredRange& range : ranges) {
-    const int64_t size = bytes[static_cast<size_t>(range.array)];
-    values_.write_stored(arrays[static_cast<size_t>(range.array)], (shard.offset + range.begin - shard.begin) * size,
-                         {range.from, range.where}, (range.end - range.begin) * size);
-  }
-}
-
 // float32 for each element, and nothing else.
 bool ValueRanges::is_plain(const ValueRange& range) const {
   const ChunkSpec& chunk = memory_.layout().chunk(memory_.layout().placement(range.param).chunk);
@@ -348,7 +314,8 @@ ValueRanges::Copy ValueRanges::copy_of(const ValueRange& range, char* part) cons
   return {memory, float_bytes(range.end - range.begin), range.file, range.at};
 }
 
-void ValueRanges::copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files) {
+void ValueRanges::copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files,
+                           std::vector<Checked>* checked) {
   // One task per file: see ValueRanges' header comment.
   std::vector<std::vector<Copy>> tasks(files.size());
   for (const Copy& copy : copies) {
@@ -361,17 +328,23 @@ void ValueRanges::copy_out(const std::vector<Copy>& copies, const std::vector<Ra
           {{copy.memory + begin, std::min(kCopyGrain, copy.num_bytes - begin), kInMemory, copy.at + begin}});
     }
   }
+  std::vector<uint32_t> crcs(checked == nullptr ? 0 : tasks.size());
   memory_.device().pool().parallel_for(static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       for (const Copy& copy : tasks[static_cast<size_t>(i)]) {
-        if (copy.file == kInMemory) {
-          std::memcpy(reinterpret_cast<void*>(copy.at), copy.memory, static_cast<size_t>(copy.num_bytes));
-        } else {
+        if (copy.file != kInMemory) {
           write_file(files[static_cast<size_t>(copy.file)].descriptor, copy.memory, copy.num_bytes, copy.at);
+        } else if (checked != nullptr) {
+          crcs[static_cast<size_t>(i)] = copy_checked(reinterpret_cast<char*>(copy.at), copy.memory, copy.num_bytes);
+        } else {
+          std::memcpy(reinterpret_cast<void*>(copy.at), copy.memory, static_cast<size_t>(copy.num_bytes));
         }
       }
     }
   });
+  for (size_t i = files.size(); i < crcs.size(); ++i) {  // one copy to memory each
+    checked->push_back({tasks[i].front().at, tasks[i].front().num_bytes, crcs[i]});
+  }
 }
 
 void ValueRanges::copy_in(const std::vector<Copy>& copies, const std::vector<RangeFile>& files) {

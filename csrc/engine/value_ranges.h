@@ -53,7 +53,11 @@ class ValueRanges {
 
   // Reads values out of chunks, as ChunkValues::read_own. Files are sized first, so that there is room for all. Throws
   // SystemError if a file cannot be written.
-  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
+  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
+    read(ranges, files, nullptr);
+  }
+  // Reads values into memory and returns each range's CRC-32C, taken while its bytes are in the cache.
+  std::vector<uint32_t> read_checked(const std::vector<ValueRange>& ranges);
   // Writes values into chunks, as ChunkValues::write on the chunk's resting tier. Ranges of one array must be
   // consecutive and cover this rank's part of it. Throws SystemError if a file cannot be read.
   void write(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
@@ -87,6 +91,11 @@ class ValueRanges {
     int file;
     int64_t at;
   };
+  struct Checked {
+    int64_t at;
+    int64_t num_bytes;
+    uint32_t crc;
+  };
   class Staging;
 
   ParamShard shard_of(const ValueRange& range) const { return memory_.layout().shard_of(range.param); }
@@ -98,7 +107,9 @@ class ValueRanges {
   // readable() for writing, if the caller overwrites the whole part; null as well.
   char* writable_on_host(const ValueRange& range);
   Copy copy_of(const ValueRange& range, char* part) const;
-  void copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files);
+  // Adds the checksums of what is copied to memory to `checked`, unless it is null.
+  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files, std::vector<Checked>* checked);
+  void copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files, std::vector<Checked>* checked);
   void copy_in(const std::vector<Copy>& copies, const std::vector<RangeFile>& files);
 
   Pager& pager_;

@@ -15,10 +15,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         raise ValueError(
             f"a shard has strides {tensor.stride()} on {tensor.device}; read() gives a contiguous CPU tensor"
         )
-    num_bytes = tensor.numel() * tensor.element_size()
+    return bytes_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def bytes_at(address: int, num_bytes: int) -> memoryview:
+    """Writable bytes at an address."""
     if num_bytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 def tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:

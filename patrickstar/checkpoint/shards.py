@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -72,6 +72,18 @@ class TensorRange:
         return f"{self.kind} of {self.name} [{self.begin}:{self.end}]"
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardCopy:
+    """Elements of a shard in memory of their own."""
+
+    data: memoryview
+    """Their bytes, valid until :attr:`release`."""
+    crc: int
+    """CRC-32C of :attr:`data` when it was copied."""
+    release: Callable[[], None]
+    """Gives the memory back; any thread may call it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorShard(TensorRange):
     """A range that a rank holds."""
@@ -80,14 +92,10 @@ class TensorShard(TensorRange):
     """Returns its elements: a one-dimensional, contiguous CPU tensor of ``dtype``, valid until the next
     shard is read.
     """
-    read_pieces: Callable[[], Iterator[torch.Tensor]] | None = None
-    """Returns its elements piece by piece, once; None: :attr:`read` returns them. A piece is valid until the next."""
+    copies: Sequence[ShardCopy] | None = None
+    """Copies of its elements, in order, each to be released once; None: :attr:`read` returns the elements."""
     place: Any = None
     """Where its holder keeps the elements; for the holder alone."""
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """The elements, piece by piece."""
-        return iter([self.read()]) if self.read_pieces is None else self.read_pieces()
 
 
 class ShardSource(Protocol):

@@ -1,25 +1,27 @@
 """Copies of shards in memory, so that their tensors may change while a thread writes them.
 
-    snapshot = take_snapshot(source, memory)
+    snapshot = take_snapshot(source, memory, saving.offsets)
     saving.write(snapshot.left)      # shards for which there was no memory: before their tensors change
     saving.write(snapshot.copied)    # at any time, by any thread; gives each piece back
     snapshot.close()
 
-A copy lies in pieces, so that it fits into fragmented memory.
+A copy lies in pieces, so that it fits into fragmented memory. Large pieces are aligned in memory as in the file, and
+written from where they lie (``file_stream.py``).
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import torch
+from patrickstar.checkpoint.file_stream import ALIGNMENT, LEAST_UNCOPIED_BYTES
+from patrickstar.checkpoint.memory import bytes_at
+from patrickstar.checkpoint.shards import ShardCopy, ShardSource, TensorShard
 
-from patrickstar.checkpoint.shards import ShardSource, TensorShard
-
-_PIECE_BYTES = 64 * 2**20  # at most, so that pieces fit into memory of any use before
+_PIECE_BYTES = 64 * 2**20 - ALIGNMENT  # at most, so that pieces fit into memory of any use before
 _BATCH_BYTES = 2**30  # copied by one call of the source
 
 
@@ -41,14 +43,34 @@ class Piece:
     begin: int
     """First element, counted within the shard."""
     end: int
+    memory: int
+    """Address of :attr:`memory_bytes` bytes that were taken for it."""
     address: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its elements."""
+        return (self.end - self.begin) * self.shard.dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of its memory: room for any alignment of a large piece."""
+        return self.num_bytes + (ALIGNMENT if self.num_bytes >= LEAST_UNCOPIED_BYTES else 0)
+
+    def aligned_as(self, offset: int) -> Piece:
+        """The piece at the alignment of an offset in a file, if there is room for that."""
+        move = (offset - self.memory) % ALIGNMENT
+        fits = move + self.num_bytes <= self.memory_bytes
+        return dataclasses.replace(self, address=self.memory + move) if fits else self
 
 
 class CopyableSource(ShardSource, Protocol):
     """A source that copies many shards at once."""
 
-    def copy(self, pieces: Sequence[Piece]) -> None:
-        """Copies the elements of pieces, which follow each other in each shard, to their addresses."""
+    def copy(self, pieces: Sequence[Piece]) -> list[int]:
+        """Copies the elements of pieces, which follow each other in each shard, to their addresses; returns the CRC-32C
+        of each.
+        """
 
 
 class Snapshot:
@@ -58,7 +80,7 @@ class Snapshot:
         self._memory = memory
         self._held: set[int] = set()
         self.copied: list[TensorShard] = []
-        """Shards to be read once each, from the copies."""
+        """Shards to be written once each, from the copies."""
         self.left: list[TensorShard] = []
         """Shards without memory."""
 
@@ -67,49 +89,57 @@ class Snapshot:
         most = _PIECE_BYTES // shard.dtype.itemsize
         pieces: list[Piece] = []
         for begin in range(0, shard.numel, most):
-            end = min(begin + most, shard.numel)
-            address = self._memory.take((end - begin) * shard.dtype.itemsize)
+            piece = Piece(shard, begin, min(begin + most, shard.numel), 0, 0)
+            address = self._memory.take(piece.memory_bytes)
             if not address:
-                self._give_back(pieces)
+                for taken in pieces:
+                    self._give_back(taken.memory)
                 return []
             self._held.add(address)
-            pieces.append(Piece(shard, begin, end, address))
+            pieces.append(dataclasses.replace(piece, memory=address, address=address))
         return pieces
 
-    def add(self, shard: TensorShard, pieces: list[Piece]) -> None:
-        """Adds a shard whose elements are in ``pieces``."""
-        self.copied.append(dataclasses.replace(shard, read_pieces=lambda: self._read(pieces)))
+    def add(self, shard: TensorShard, pieces: Sequence[Piece], crcs: Iterable[int]) -> None:
+        """Adds a shard whose elements are in ``pieces``, of these checksums."""
+        copies = [
+            ShardCopy(bytes_at(piece.address, piece.num_bytes), crc, functools.partial(self._give_back, piece.memory))
+            for piece, crc in zip(pieces, crcs, strict=True)
+        ]
+        self.copied.append(dataclasses.replace(shard, copies=copies))
 
     def close(self) -> None:
         """Gives all memory back."""
         while self._held:
             self._memory.give_back(self._held.pop())
 
-    def _read(self, pieces: list[Piece]) -> Iterator[torch.Tensor]:
-        for piece in pieces:
-            num_bytes = (piece.end - piece.begin) * piece.shard.dtype.itemsize
-            data = (ctypes.c_char * num_bytes).from_address(piece.address)
-            yield torch.frombuffer(data, dtype=piece.shard.dtype)
-            self._give_back([piece])
-
-    def _give_back(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._held.discard(piece.address)
-            self._memory.give_back(piece.address)
+    def _give_back(self, memory: int) -> None:
+        self._held.discard(memory)
+        self._memory.give_back(memory)
 
 
-def take_snapshot(source: CopyableSource, memory: Memory) -> Snapshot:
-    """Copies as many shards as ``memory`` has room for."""
+def take_snapshot(
+    source: CopyableSource, memory: Memory, offsets: Callable[[Sequence[TensorShard]], Sequence[int]]
+) -> Snapshot:
+    """Copies as many shards as ``memory`` has room for.
+
+    Args:
+        source: the shards.
+        memory: for the copies.
+        offsets: returns the offsets of copied shards in their files.
+    """
     snapshot = Snapshot(memory)
     try:
-        batch: list[tuple[TensorShard, list[Piece]]] = []
-        num_bytes = 0
+        taken: list[tuple[TensorShard, list[Piece]]] = []
         for shard in source.shards():
             pieces = snapshot.take(shard)
-            if not pieces and shard.numel > 0:
+            if pieces or shard.numel == 0:
+                taken.append((shard, pieces))
+            else:
                 snapshot.left.append(shard)
-                continue
-            batch.append((shard, pieces))
+        batch: list[tuple[TensorShard, list[Piece]]] = []
+        num_bytes = 0
+        for (shard, pieces), offset in zip(taken, offsets([shard for shard, _ in taken]), strict=True):
+            batch.append((shard, [piece.aligned_as(offset + piece.begin * shard.dtype.itemsize) for piece in pieces]))
             num_bytes += shard.num_bytes
             if num_bytes >= _BATCH_BYTES:
                 _copy(source, snapshot, batch)
@@ -122,6 +152,6 @@ def take_snapshot(source: CopyableSource, memory: Memory) -> Snapshot:
 
 
 def _copy(source: CopyableSource, snapshot: Snapshot, batch: Sequence[tuple[TensorShard, list[Piece]]]) -> None:
-    source.copy([piece for _, pieces in batch for piece in pieces])
+    crcs = iter(source.copy([piece for _, pieces in batch for piece in pieces]))
     for shard, pieces in batch:
-        snapshot.add(shard, pieces)
+        snapshot.add(shard, pieces, itertools.islice(crcs, len(pieces)))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,14 @@ class Saving:
             turn.say = self._writer.write(shards)
         self._reports = turn.heard
 
+    def offsets(self, shards: Sequence[TensorShard]) -> list[int]:
+        """Offsets in their files that :meth:`write` will give these shards; zeros if it will raise an error."""
+        try:
+            files = list(_files(shards, self._options.max_file_bytes))
+        except CheckpointError:
+            return [0] * len(shards)
+        return [offset for header, members in files for offset in _offsets(header, members)]
+
     def publish(self, state: Mapping[str, Any]) -> None:
         """Completes the checkpoint with ``state``, in JSON's types; rank 0's is stored."""
         folder, parent = self._folder, self.target.parent
@@ -201,38 +210,49 @@ class _RankWriter:
         """Positions of these shards, and of all before."""
         if not self._folder.is_dir():
             raise CheckpointError(f"rank {self._rank} does not see {self._folder}; all ranks need one file system")
-        shards = list(shards)
-        for members in split_into_files([shard.num_bytes for shard in shards], self._max_file_bytes):
+        for header, members in _files(list(shards), self._max_file_bytes):
             name = f"rank{self._rank:05d}-{len(self._files):05d}.safetensors"
-            self._files[name] = self._write_file(name, [shards[member] for member in members])
+            self._files[name] = self._write_file(name, header, members)
         return {"files": self._files, "shards": self._records}
 
-    def _write_file(self, name: str, shards: Sequence[TensorShard]) -> dict[str, int]:
-        header = make_header([_file_tensor(shard) for shard in shards])
-        offset = len(header)
-        num_bytes = offset + sum(shard.num_bytes for shard in shards)
+    def _write_file(self, name: str, header: bytes, shards: Sequence[TensorShard]) -> dict[str, int]:
+        num_bytes = len(header) + sum(shard.num_bytes for shard in shards)
         with created(self._disk, self._folder / name) as fd, FileStream(self._disk, fd, num_bytes) as stream:
             stream.append(memoryview(header))
-            for shard in shards:
-                crc = self._write_shard(stream, shard)
+            for shard, offset in zip(shards, _offsets(header, shards), strict=True):
+                crc = _write_shard(stream, shard)
                 self._records.append({**_describe(shard), "file": name, "offset": offset, "crc32c": crc})
-                offset += shard.num_bytes
-        return {"num_bytes": offset, "header_bytes": len(header), "header_crc32c": _C.crc32c(header)}
+        return {"num_bytes": num_bytes, "header_bytes": len(header), "header_crc32c": _C.crc32c(header)}
 
-    def _write_shard(self, stream: FileStream, shard: TensorShard) -> int:
-        numel, crc = 0, 0
-        for values in shard.pieces():
-            numel += values.numel()
-            if values.dtype != shard.dtype or numel > shard.numel:
-                raise CheckpointError(
-                    f"{shard}: read() gave {numel} elements of {values.dtype}, not {shard.numel} of {shard.dtype}"
-                )
-            data = bytes_of(values)
-            stream.append(data)
-            crc = _C.crc32c(data, crc)
-        if numel != shard.numel:
-            raise CheckpointError(f"{shard}: read() gave {numel} elements, not {shard.numel}")
-        return crc
+
+def _files(shards: Sequence[TensorShard], max_file_bytes: int) -> Iterator[tuple[bytes, list[TensorShard]]]:
+    """Header and shards of each file."""
+    for members in split_into_files([shard.num_bytes for shard in shards], max_file_bytes):
+        inside = [shards[member] for member in members]
+        yield make_header([_file_tensor(shard) for shard in inside]), inside
+
+
+def _offsets(header: bytes, shards: Sequence[TensorShard]) -> list[int]:
+    """Offsets of the shards in a file of this header."""
+    return list(itertools.accumulate((shard.num_bytes for shard in shards), initial=len(header)))[: len(shards)]
+
+
+def _write_shard(stream: FileStream, shard: TensorShard) -> int:
+    """Writes the shard's elements, and returns their checksum."""
+    if shard.copies is None:
+        values = shard.read()
+        if values.dtype != shard.dtype or values.numel() != shard.numel:
+            raise CheckpointError(
+                f"{shard}: read() gave {values.numel()} elements of {values.dtype}, not {shard.numel} of {shard.dtype}"
+            )
+        data = bytes_of(values)
+        stream.append(data)
+        return _C.crc32c(data)
+    crc = 0
+    for copy in shard.copies:
+        crc = _C.joined_crc32c(crc, copy.crc, len(copy.data))
+        stream.give(copy.data, copy.release)
+    return crc
 
 
 def _file_tensor(shard: TensorShard) -> FileTensor:

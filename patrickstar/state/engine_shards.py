@@ -6,7 +6,6 @@ order. The first rank saves what all ranks hold alike: buffers, and parameters t
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
-from patrickstar.checkpoint.memory import Scratch, bytes_of, tensor_of
+from patrickstar.checkpoint.memory import Scratch, bytes_at, bytes_of, tensor_of
 from patrickstar.checkpoint.rng import rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS, Kind, TensorRange, TensorShard, is_row_major
 from patrickstar.checkpoint.snapshot import Piece
@@ -97,23 +96,28 @@ class EngineSource:
         elif self._session.chunk_ranks.rank == 0:
             yield _shard(name, kind, param.shape, dtype, read_whole)
 
-    def copy(self, pieces: Sequence[Piece]) -> None:
+    def copy(self, pieces: Sequence[Piece]) -> list[int]:
         """See ``CopyableSource``. Values of chunks are copied by all threads of the core."""
-        ranges = []
+        crcs = [0] * len(pieces)
+        ranges, places = [], []
         last: TensorShard | None = None
-        for piece in pieces:
+        for index, piece in enumerate(pieces):
             shard = piece.shard
             if shard.place is not None and shard.dtype == torch.float32:
                 param, first = shard.place
                 array = _array_of(self._session, shard.kind)
                 ranges.append((param, array, first + piece.begin, first + piece.end, _IN_MEMORY, piece.address))
+                places.append(index)
                 continue
             if shard is not last:
                 last, values = shard, bytes_of(shard.read())
-            begin, num_bytes = piece.begin * shard.dtype.itemsize, (piece.end - piece.begin) * shard.dtype.itemsize
-            target = (ctypes.c_char * num_bytes).from_address(piece.address)
-            memoryview(target).cast("B")[:] = values[begin : begin + num_bytes]
-        self._session.runtime.read_ranges(ranges, [])
+            begin = piece.begin * shard.dtype.itemsize
+            copied = bytes_at(piece.address, piece.num_bytes)
+            copied[:] = values[begin : begin + piece.num_bytes]
+            crcs[index] = _C.crc32c(copied)
+        for index, crc in zip(places, self._session.runtime.read_checked(ranges), strict=True):
+            crcs[index] = crc
+        return crcs
 
     def _read_own(self, handle: ParamHandle, kind: Kind, numel: int, dtype: torch.dtype) -> torch.Tensor:
         values = tensor_of(self._scratch.take(numel * torch.float32.itemsize), torch.float32)

@@ -51,7 +51,8 @@ def save_later(session: Session, saving: Saving, source: EngineSource, state: Ma
     began = time.perf_counter()
     with contextlib.ExitStack() as held:
         held.enter_context(saving)
-        snapshot = take_snapshot(source, _LentMemory(session.runtime, session.config.checkpoint.host_memory))
+        memory = _LentMemory(session.runtime, session.config.checkpoint.host_memory)
+        snapshot = take_snapshot(source, memory, saving.offsets)
         held.callback(snapshot.close)
         saving.write(snapshot.left)
         control = session.saves.control = session.saves.control or session.ranks.open_own_control(_CALL)

@@ -38,6 +38,7 @@ def test_sizes_alignments_and_parts(function):
         assert function(part) == expected
         cut = generator.randint(0, size)
         assert function(part[cut:], function(part[:cut])) == expected
+        assert _C.joined_crc32c(function(part[:cut]), function(part[cut:]), size - cut) == expected
 
 
 def test_a_buffer_must_be_contiguous():

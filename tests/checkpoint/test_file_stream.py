@@ -1,5 +1,7 @@
 import errno
 import fcntl
+import itertools
+import mmap
 import os
 import random
 import threading
@@ -17,6 +19,7 @@ BLOCK = 4096
 def small_blocks(monkeypatch):
     monkeypatch.setattr(file_stream, "_BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(file_stream, "_LEAST_BYTES", 3 * BLOCK)
+    monkeypatch.setattr(file_stream, "LEAST_UNCOPIED_BYTES", BLOCK)
 
 
 class Watched(Disk):
@@ -56,11 +59,49 @@ def test_files_have_the_bytes_that_were_appended(tmp_path, num_bytes, disk):
     assert sum(disk.direct) == directly
 
 
+class Given:
+    """Bytes at an alignment in memory, which change when they are released."""
+
+    def __init__(self, data, alignment):
+        memory = mmap.mmap(-1, len(data) + BLOCK)
+        self.data = memoryview(memory)[alignment : alignment + len(data)]
+        self.data[:] = data
+        self.num_releases = 0
+
+    def release(self):
+        self.num_releases += 1
+        self.data[:] = bytes(len(self.data))
+
+
+@pytest.mark.parametrize("alignment", [0, 24])
+@pytest.mark.parametrize("disk", [Watched(), Watched(can=False), Watched(refuses=True)])
+def test_given_bytes_are_written_before_they_are_released(tmp_path, disk, alignment, monkeypatch):
+    copied = []
+    fill = file_stream._Block.fill
+    monkeypatch.setattr(file_stream._Block, "fill", lambda block, data: copied.append(fill(block, data)) or copied[-1])
+    generator = random.Random(alignment)
+    sizes = [9 * BLOCK, 5 * BLOCK - 1, 2 * BLOCK + 1, 100, 30 * BLOCK, BLOCK]
+    pieces = [generator.randbytes(size) for size in sizes]
+    begins = itertools.accumulate(sizes, initial=24)
+    given = [Given(piece, (begin - 24 + alignment) % BLOCK) for piece, begin in zip(pieces, begins, strict=False)]
+    path = tmp_path / "file"
+    num_bytes = 24 + sum(sizes)
+    with created(disk, path) as fd, FileStream(disk, fd, num_bytes) as stream:
+        stream.append(memoryview(b"h" * 24))
+        for piece in given:
+            stream.give(piece.data, piece.release)
+    assert path.read_bytes() == b"h" * 24 + b"".join(pieces)
+    assert [piece.num_releases for piece in given] == [1] * len(sizes)
+    if disk.can:
+        most = 2 * BLOCK * len(sizes)
+        assert sum(copied) == num_bytes if alignment == 0 else sum(copied) <= most
+
+
 class Failing(Watched):
-    """The n-th write fails."""
+    """Writes fail from a block on."""
 
     def write_at(self, fd, data, offset):
-        if offset == 4 * BLOCK:
+        if offset >= 4 * BLOCK:
             raise OSError(errno.ENOSPC, "no space")
         return super().write_at(fd, data, offset)
 
@@ -75,4 +116,13 @@ def test_an_error_is_raised_and_ends_the_threads(tmp_path):
     with pytest.raises(KeyError), created(disk, tmp_path / "ended") as fd, FileStream(disk, fd, 9 * BLOCK) as stream:
         stream.append(memoryview(bytes(2 * BLOCK)))
         raise KeyError
+    given = [Given(bytes(9 * BLOCK), 0) for _ in range(9)]
+    with (
+        pytest.raises(OSError, match="no space"),
+        created(disk, tmp_path / "given") as fd,
+        FileStream(Failing(), fd, 81 * BLOCK) as stream,
+    ):
+        for piece in given:
+            stream.give(piece.data, piece.release)
+    assert {piece.num_releases for piece in given} <= {0, 1}
     assert threading.active_count() == before

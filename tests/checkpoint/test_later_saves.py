@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
-from patrickstar.checkpoint import Checkpoint, CheckpointError, latest_tag, snapshot, tags
+from patrickstar.checkpoint import Checkpoint, CheckpointError, file_stream, latest_tag, snapshot, tags
 from patrickstar.checkpoint.disk import Disk
+from patrickstar.checkpoint.memory import bytes_at
 from patrickstar.runtime import initialize_engine
 from tests.bits import assert_same_bits
 from tests.distributed import RanksFailedError, rank_outcomes, run_ranks
@@ -97,6 +98,47 @@ def test_what_finds_no_memory_is_written_by_the_call(tmp_path, monkeypatch, capl
     )
     assert copied[0] == "0 bytes" != copied[1]
     assert "0 bytes" not in written
+
+
+def test_large_copies_are_written_from_where_they_lie(tmp_path, monkeypatch):
+    copied = []
+    for module in (file_stream, snapshot):
+        monkeypatch.setattr(module, "LEAST_UNCOPIED_BYTES", 4096)
+    monkeypatch.setattr(file_stream, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(file_stream, "_BLOCK_BYTES", 4096)
+    engine, optimizer = engine_of()
+    with engine:
+        train(engine, optimizer, 2)
+        expected = files(engine.save_checkpoint(tmp_path / "now", "a"))
+        fill = file_stream._Block.fill
+        counted = lambda block, data: copied.append(fill(block, data)) or copied[-1]  # noqa: E731
+        monkeypatch.setattr(file_stream._Block, "fill", counted)
+        path = engine.save_checkpoint(tmp_path / "later", "a", wait=False)
+        engine.wait_for_save()
+    assert files(path) == expected
+    assert 0 < sum(copied) < sum(map(len, expected.values())) / 2
+
+
+def test_a_copy_that_changes_before_it_is_written_is_found(tmp_path, monkeypatch):
+    taken = []
+    add = snapshot.Snapshot.add
+
+    def noting(self, shard, pieces, crcs):
+        taken.extend(pieces)
+        add(self, shard, pieces, crcs)
+
+    monkeypatch.setattr(snapshot.Snapshot, "add", noting)
+    engine, optimizer = engine_of()
+    with engine:
+        train(engine, optimizer, 1)
+        gate = Gate(monkeypatch)
+        engine.save_checkpoint(tmp_path, wait=False)
+        piece = max(taken, key=lambda piece: piece.num_bytes)
+        bytes_at(piece.address, piece.num_bytes)[5] ^= 4
+        gate.opened.set()
+        engine.wait_for_save()
+    with Checkpoint.find(tmp_path, None) as checkpoint, pytest.raises(CheckpointError, match=piece.shard.name):
+        checkpoint.verify()
 
 
 def test_copies_take_no_more_than_the_configuration_says(tmp_path, monkeypatch, caplog):

@@ -1,8 +1,11 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.checkpoint.memory import bytes_of
 from patrickstar.runtime import initialize_engine
 from patrickstar.session.closing import abandon_session
 from patrickstar.session.lifecycle import evict_all
@@ -76,6 +79,31 @@ def test_ranges_through_files_and_memory(name, tmp_path):
             runtime.write_ranges(parts, files)
         with pytest.raises(RuntimeError, match="no room"):
             runtime.read_ranges(parts, [(file.fileno(), 2**60)])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranges_in_memory_have_checksums(name):
+    engine, _ = trained(CONFIGS[name])
+    with engine:
+        value = engine.state_dict()["0.weight"].flatten()
+        size, memory = value.numel(), torch.full_like(value, 7.0)
+        at, kind = memory.data_ptr(), _C.ArrayKind.MASTER
+        cuts = [0, 10, 100, size]
+        ranges = [(0, kind, begin, end, -1, at + 4 * begin) for begin, end in itertools.pairwise(cuts)]
+        crcs = engine._session.runtime.read_checked(ranges[::-1])[::-1]
+        assert torch.equal(memory, value)
+        assert crcs == [_C.crc32c(bytes_of(memory[begin:end])) for begin, end in itertools.pairwise(cuts)]
+
+
+def test_checksums_of_ranges_that_several_threads_copy():
+    """Threads copy 4 MiB each."""
+    engine, _ = initialize_engine(lambda: nn.Sequential(nn.Linear(1100, 2200)), 0, make_host_config("fp32"))
+    with engine:
+        value = engine.state_dict()["0.weight"].flatten()
+        memory = torch.empty_like(value)
+        ranges = [(0, _C.ArrayKind.MASTER, 3, value.numel(), -1, memory.data_ptr() + 12)]
+        assert engine._session.runtime.read_checked(ranges) == [_C.crc32c(bytes_of(value[3:]))]
+        assert torch.equal(memory[3:], value[3:])
 
 
 def test_a_rank_uses_the_host_memory_of_its_former_core(tmp_path):
