@@ -10,7 +10,7 @@ import torch
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, valid as long as the tensor is kept."""
+    """The bytes of a contiguous CPU tensor, which they keep alive."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"a shard has strides {tensor.stride()} on {tensor.device}; read() gives a contiguous CPU tensor"
@@ -18,7 +18,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+    data = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
+    data.tensor = tensor  # it owns the memory
+    return memoryview(data).cast("B")
 
 
 def tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
