@@ -10,19 +10,21 @@ import torch
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, valid as long as the tensor is kept."""
+    """Bytes of a contiguous CPU tensor, which they keep alive."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
             f"a shard has strides {tensor.stride()} on {tensor.device}; read() gives a contiguous CPU tensor"
         )
-    return bytes_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return bytes_at(tensor.data_ptr(), tensor.numel() * tensor.element_size(), owner=tensor)
 
 
-def bytes_at(address: int, num_bytes: int) -> memoryview:
-    """Writable bytes at an address."""
+def bytes_at(address: int, num_bytes: int, owner: object = None) -> memoryview:
+    """Writable bytes at an address, which keep ``owner`` alive."""
     if num_bytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    data = (ctypes.c_char * num_bytes).from_address(address)
+    data.owner = owner
+    return memoryview(data).cast("B")
 
 
 def tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:

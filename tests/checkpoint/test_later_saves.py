@@ -72,6 +72,26 @@ def test_bytes_are_those_of_the_call(options, tmp_path, monkeypatch):
         assert_same_bits(engine.state_dict(), after)
 
 
+def test_values_that_are_converted_for_the_copy(tmp_path):
+    """A frozen 16-bit parameter, and a trained one that is not row-major in memory, are read into temporary tensors."""
+
+    def build():
+        torch.manual_seed(0)
+        model = gpt2(layers=3)
+        model.transformer.h[0].requires_grad_(False)
+        trained = model.transformer.h[1].mlp.c_fc
+        trained.weight = torch.nn.Parameter(trained.weight.detach().t().contiguous().t())
+        return model
+
+    engine, optimizer = initialize_engine(build, 0, make_config("bf16", default_chunk_size=4096))
+    with engine:
+        train(engine, optimizer, 2)
+        engine.save_checkpoint(tmp_path / "now", "a")
+        engine.save_checkpoint(tmp_path / "later", "a", wait=False)
+        engine.wait_for_save()
+        assert files(tmp_path / "later" / "a") == files(tmp_path / "now" / "a")
+
+
 def test_what_finds_no_memory_is_written_by_the_call(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(snapshot, "_PIECE_BYTES", 4096)
     on_host = {"device_memory": "280KiB"}
