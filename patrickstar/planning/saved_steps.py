@@ -30,7 +30,8 @@ def step_with_saved(timed: TimedTimeline, saved: Sequence[Saved]) -> TimedTimeli
     Saved bytes grow during the call's forward and stay until its recomputation, products until that ends. Without
     recomputation, its accesses are left out, and the access before them takes over their gradients, their copies and
     the rest of their time. With saved products, recomputation is shorter by their time. Products on the host leave and
-    come back as :mod:`patrickstar.activations.products_on_host` lets them.
+    come back as :mod:`patrickstar.activations.products_on_host` lets them. Where all backward is one access, which
+    holds every parameter, recomputations have none of their own.
     """
     uses = [access["uses"] for access in timed.accesses]
     peaks = [access["activation_peak_bytes"] for access in timed.accesses]
@@ -64,12 +65,13 @@ def step_with_saved(timed: TimedTimeline, saved: Sequence[Saved]) -> TimedTimeli
             for index in recomputed if copies else ():
                 copies[before].add(copies[index])
             left_out.update(recomputed)
+    last = len(seconds) - 1
     for sent in _sent_products(timed.calls, saved):
         copies = copies or [Copies() for _ in peaks]
         call, num_bytes = sent.call, sent.call.product_bytes
         copies[call.forward_end].leaving += num_bytes
-        copies[sent.return_at].coming += num_bytes
-        copies[call.recompute_begin + 1].needed += num_bytes
+        copies[min(sent.return_at, last)].coming += num_bytes
+        copies[min(call.recompute_begin + 1, last)].needed += num_bytes
         for index in range(sent.gone_at, sent.return_at):
             peaks[index] -= memory_of(num_bytes)
     stays = [index for index in range(len(seconds)) if index not in left_out]

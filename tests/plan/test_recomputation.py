@@ -238,6 +238,14 @@ def test_copies_of_products_in_a_timeline(first):
     assert fewer == list(range(three.forward_end + 1, two.recompute_begin + 1))
 
 
+def test_products_where_backward_is_one_access(first):
+    step, _, _ = first
+    end = len(step.timed.seconds) - 1
+    calls = [dataclasses.replace(call, recompute_begin=end, recompute_end=end) for call in step.timed.calls]
+    timed = step_with_saved(dataclasses.replace(step.timed, calls=calls), (ON_HOST, *(PRODUCTS,) * (LAYERS - 1)))
+    assert [timed.copies[end].coming, timed.copies[end].needed] == [calls[0].product_bytes] * 2
+
+
 def test_of_almost_equal_steps_the_one_with_least_memory():
     assert choose_rung(16, lambda rungs: [1.0 - 1e-5 * rung for rung in rungs]).rung == 0
 
