@@ -178,6 +178,13 @@ void ChunkValues::read_own(ParamId param, ArrayKind kind, float* values) {
   read_cast(param, layout.param_resting_tier(layout.placement(param).chunk), values);
 }
 
+char* ChunkValues::readable(ArrayId id) {
+  const ArrayRecord& record = memory_.array(id);
+  if (store_.resting_tier(id.chunk) == Tier::kDisk || (record.on_device && !record.on_host)) return nullptr;
+  pager_.bring_to_host(id);
+  return static_cast<char*>(record.block.data);
+}
+
 void ChunkValues::read_state(ParamId param, ArrayKind kind, float* values) {
   const Layout& layout = store_.layout();
   const ArrayId id{layout.placement(param).chunk, kind};

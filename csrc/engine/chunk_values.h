@@ -40,6 +40,9 @@ class ChunkValues {
   void read(ParamId param, ArrayKind kind, float* values);
   // Reads this rank's part alone (Layout::shard_of); no other rank takes part.
   void read_own(ParamId param, ArrayKind kind, float* values);
+  // The array in host memory, where this thread may read it; null if it is on the device alone, or rests on the disk,
+  // to which buffers are lent.
+  char* readable(ArrayId id);
   // Rounds the master to the compute dtype, since a frozen parameter had no other value. Called when its training
   // begins.
   void round_master(ParamId param);
@@ -62,6 +65,8 @@ class ChunkValues {
   void write_split(ParamId param, ArrayKind kind, ParamValues values, Tier resting_tier);
   void split_in_place(ChunkId chunk, const ParamShard& shard, ParamValues values);
   void read_split(ParamId param, ArrayKind kind, float* values);
+  // Reads arrays in host memory with all threads; false: they are elsewhere.
+  bool join_in_place(ChunkId chunk, const ParamShard& shard, ArrayKind kind, float* values);
   // Parameters without a master.
   void write_bare(ParamId param, ParamValues values, Tier resting_tier);
   // Makes the compute value of a chunk whose states include it, on the tier of its leading state.

@@ -88,10 +88,31 @@ void ChunkValues::split_in_place(ChunkId chunk, const ParamShard& shard, ParamVa
   }
 }
 
+bool ChunkValues::join_in_place(ChunkId chunk, const ParamShard& shard, ArrayKind kind, float* values) {
+  const ChunkSpec& spec = store_.layout().chunk(chunk);
+  const bool lends_sign = spec.is_in_split(ArrayKind::kVariance);
+  const char* const variance = lends_sign ? readable({chunk, ArrayKind::kVariance}) : nullptr;
+  if (lends_sign && variance == nullptr) return false;
+  const float* signs = lends_sign ? reinterpret_cast<const float*>(variance) + shard.offset : nullptr;
+  if (kind == ArrayKind::kVariance) {
+    memory_.device().pool().parallel_for(shard.numel, kPieceNumel, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) values[i] = std::fabs(signs[i]);
+    });
+    return true;
+  }
+  const char* const param = readable({chunk, spec.param_resting_tier()});
+  const char* const lower = readable({chunk, ArrayKind::kMaster});
+  if (param == nullptr || lower == nullptr) return false;
+  const auto half = [&shard](const char* array) { return reinterpret_cast<const uint16_t*>(array) + shard.offset; };
+  memory_.host_compute().join_master(half(param), half(lower), signs, values, shard.numel);
+  return true;
+}
+
 void ChunkValues::read_split(ParamId param, ArrayKind kind, float* values) {
   const Layout& layout = store_.layout();
   const ChunkId chunk = layout.placement(param).chunk;
   const ParamShard shard = layout.shard_of(param);
+  if (join_in_place(chunk, shard, kind, values)) return;
   const bool lends_sign = layout.chunk(chunk).is_in_split(ArrayKind::kVariance);
   SplitPiece piece(shard.numel);
   float* signs = lends_sign ? piece.variance.data() : nullptr;
@@ -154,6 +175,11 @@ void ChunkValues::read_compressed(ParamId param, ArrayKind kind, float* values) 
   const ChunkSpec& spec = layout.chunk(id.chunk);
   const StateType type = spec.states.of(kind);
   const ParamShard shard = layout.shard_of(param);
+  if (char* const array = readable(id)) {
+    const StatePlace state = spec.state_place(kind, array, shard.offset);
+    memory_.host_compute().expand_state(type, state.data, state.scales, values, shard.numel);
+    return;
+  }
   const int64_t most = std::min(kPieceNumel, shard.numel);
   std::vector<char> stored(static_cast<size_t>(state_bytes(type, most)));
   std::vector<float> scales(static_cast<size_t>(num_state_blocks(most)));

@@ -159,7 +159,8 @@ void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<
     }
   });
   std::vector<Copy> copies;
-  std::vector<float> values;
+  std::unique_ptr<float[]> values;  // one part, not initialised: first touched by all threads
+  int64_t values_numel = 0;
   std::unique_ptr<Staging> staging;
   for (size_t i = 0; i < ranges.size(); ++i) {
     const ValueRange& range = ranges[i];
@@ -176,10 +177,13 @@ void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<
       staging->add(from + float_bytes(range.begin - shard.begin), copy_of(range, nullptr));
     } else {
       if (i == 0 || !same_array(range, ranges[i - 1])) {
-        values.resize(static_cast<size_t>(shard.numel));
-        values_.read_own(range.param, range.kind, values.data());
+        if (values_numel < shard.numel) {
+          values_numel = shard.numel;
+          values.reset(new float[static_cast<size_t>(shard.numel)]);
+        }
+        values_.read_own(range.param, range.kind, values.get());
       }
-      copy_out({copy_of(range, reinterpret_cast<char*>(values.data()))}, files, checked);
+      copy_out({copy_of(range, reinterpret_cast<char*>(values.get()))}, files, checked);
     }
   }
   if (staging != nullptr) staging->finish();
@@ -288,11 +292,8 @@ bool ValueRanges::is_plain(const ValueRange& range) const {
 
 char* ValueRanges::readable(const ValueRange& range) {
   const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
-  if (!is_plain(range) || !memory_.array(id).exists()) return nullptr;
-  if (memory_.store().resting_tier(id.chunk) == Tier::kDisk) return nullptr;  // buffers are lent to it
-  if (memory_.array(id).on_device && !memory_.array(id).on_host) return nullptr;
-  pager_.bring_to_host(id);
-  return static_cast<char*>(memory_.array(id).block.data) + float_bytes(shard_of(range).offset);
+  char* const array = is_plain(range) && memory_.array(id).exists() ? values_.readable(id) : nullptr;
+  return array == nullptr ? nullptr : array + float_bytes(shard_of(range).offset);
 }
 
 char* ValueRanges::writable_on_host(const ValueRange& range) {

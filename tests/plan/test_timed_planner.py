@@ -221,6 +221,13 @@ def posed(plan, rule, times, numels):
     return _C.PlanProblem(plan.timeline, **rule), times["rates"], _C.StepShape(**shape, numels=numels)
 
 
+def cost(plan, rule, planned, times, numels, rates):
+    """Seconds by which plans are compared: transfers count though computation hides them."""
+    seconds = simulated(plan, rule, planned, times | {"rates": rates}, numels)["seconds"]
+    up, down = (planned[f"{way}_bytes"] for way in ("uploaded", "downloaded"))
+    return seconds + 0.15e-9 * (up / times["rates"].upload_gbps + down / times["rates"].download_gbps)
+
+
 def test_the_plan_is_the_choice_by_the_measured_times(chosen):
     plan, rule, numels = chosen
     times = plan.times.as_core()
@@ -228,9 +235,13 @@ def test_the_plan_is_the_choice_by_the_measured_times(chosen):
     assert plan.problem == {**rule, "prefetch_bytes": choice["prefetch_bytes"]}
     assert plan.as_core() == choice["plan"]
     assert choice["predicted"]["seconds"] == plan.prediction.seconds
-    by_rule = simulated(plan, rule, _C.make_plan(_C.PlanProblem(plan.timeline, **rule)), times, numels)
-    print(f"{plan.prediction.roofline_line()}; by the rule {by_rule['seconds']:.4f} s")
-    assert plan.prediction.seconds <= by_rule["seconds"] * 1.005
+    plans = [choice["plan"], _C.make_plan(_C.PlanProblem(plan.timeline, **rule))]
+    costs = [
+        [cost(plan, rule, planned, times, numels, rates) for planned in plans]
+        for rates in (_C.cautious(times["rates"]), times["rates"])
+    ]
+    print(f"{plan.prediction.roofline_line()}; costs of the choice and of the rule: {costs}")
+    assert any(chosen_cost <= rule_cost * 1.005 for chosen_cost, rule_cost in costs)
 
 
 @pytest.mark.parametrize("gbps", [1e-6, 1e6])
