@@ -342,10 +342,10 @@ def test_compiled_modules_save_what_products_gave():
     assert saved_bytes(module) == usual > 3 * rows
 
 
-def test_the_user_decides_what_compiled_modules_recompute(monkeypatch):
+def test_the_user_decides_what_compiled_modules_recompute():
     option = "ban_recompute_materialized_backward"
-    monkeypatch.setattr(torch._functorch.config, option, False)
-    first, second = ElementwiseRecomputation(), ElementwiseRecomputation()
-    first.restore()
-    second.restore()
-    assert getattr(torch._functorch.config, option) is False
+    with torch._functorch.config.patch({option: False}):
+        first, second = ElementwiseRecomputation(), ElementwiseRecomputation()
+        first.restore()
+        second.restore()
+        assert getattr(torch._functorch.config, option) is False
