@@ -50,7 +50,7 @@ void check_param_pass(const optim::AdamRange& range, const Scalars& scalars) {
 void check_half(const optim::AdamRange& range, const Scalars& scalars) {
   check_param_pass(range, scalars);
   PS_CHECK(element_size(range.param_dtype) == 2 && range.grad_dtype == range.param_dtype, ArgumentError,
-           "values are settled in 16 bits alone; give grad and param of bfloat16, or both of float16");
+           "scale-independent values need 16 bits; give grad and param of bfloat16, or both of float16");
 }
 
 void check_in_place(const optim::AdamRange& range, const optim::AdamScalars& scalars) {

@@ -14,7 +14,7 @@ from patrickstar.finetune.batches import fingerprint
 from patrickstar.finetune.ranks import Ranks
 from patrickstar.finetune.tasks import Progress, Task
 
-_FLAGS = (*("seed", "optimizer", "lr", "warmup", "weight_decay", "clip", "precision", "fp8", "states", "master"),)
+_FLAGS = ("seed", "optimizer", "lr", "warmup", "weight_decay", "clip", "precision", "fp8", "states", "master")
 
 
 def identity(args: argparse.Namespace, task: Task, batch_size: int, ranks: Ranks) -> dict[str, Any]:

@@ -126,8 +126,8 @@ def add_up(partials, first=0, count=None):
 
 
 def check_other_passes(isa, make_scalars, initial, expected, scalars, most_scale_dependent):
-    """New states apart from the old ones, the parameter alone with the states in phase two, and values that are settled
-    between two scales: each gives one update's bits. An update's memory ends with its parameter.
+    """New states apart from the old ones, the parameter alone with the states in phase two, and values that are the
+    same for all scales between two: each gives one update's bits. An update's memory ends with its parameter.
     """
 
     def call(name, update, *more, factor=1.0, **options):

@@ -139,5 +139,5 @@ def test_more_than_there_is_room_for():
 
 def test_parameters_of_32_bits_are_refused():
     arrays = make_arrays(8, torch.float32, torch.float32, in_place=False, seed=0, wild=False)
-    with pytest.raises(ValueError, match="settled in 16 bits alone"):
+    with pytest.raises(ValueError, match="scale-independent values need 16 bits"):
         between("scalar", arrays, adam_scalars(1), 0.5, 1.0)
