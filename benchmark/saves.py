@@ -29,7 +29,7 @@ from benchmark.steps import add_engine_arguments, make_job
 
 _WORKER = "benchmark.saves_worker"
 _DISK_BYTES = 4 * 2**30
-_BYTES_PER_PARAMETER = 12  # float32 values and both states of Adam
+_BYTES_OF_MOMENTS = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * 260 / 256}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +49,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     found: dict[str, Any] = {"case": "saves", "model": args.model, "rows": [], "no_save": None, "failures": {}}
     try:
-        found["num_bytes"] = num_bytes = SHAPES[args.model].num_parameters() * _BYTES_PER_PARAMETER
-        check_room(args.model, num_bytes, shutil.disk_usage(folder).free)
+        found["num_bytes"] = sizes = {system: _num_bytes(args, system) for system in args.systems}
+        check_room(args.model, max(sizes.values()), shutil.disk_usage(folder).free)
         found["disk"] = _disk_rate(folder)
-        show(f"disk {found['disk']:.2f} GB/s, a checkpoint takes {num_bytes / 1e9:.1f} GB")
+        show(f"disk {found['disk']:.2f} GB/s")
         for system in args.systems:
             job = Job(
                 system=system, ranks=1, training=dataclasses.asdict(make_job(args, 1.0)), further=args.further,
-                kinds=args.kinds, saves=args.saves, pairs=args.pairs, folder=str(folder), num_bytes=num_bytes,
+                kinds=args.kinds, saves=args.saves, pairs=args.pairs, folder=str(folder), num_bytes=sizes[system],
             )  # fmt: skip
             failure = launch(
                 _WORKER, job, timeout_seconds=max(deadline - time.monotonic(), 0.0),
@@ -72,12 +72,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return found | provenance()
 
 
+def _num_bytes(args: argparse.Namespace, system: str) -> int:
+    """Bytes of a checkpoint's tensors, of a model that has all moments in one format."""
+    values = 2.0 if args.master == "stochastic" else 4.0
+    is_ours = system == "patrickstar"
+    per_parameter = values + _BYTES_OF_MOMENTS[args.states] if is_ours else 4.0 + _BYTES_OF_MOMENTS["fp32"]
+    return int(SHAPES[args.model].num_parameters() * per_parameter)
+
+
 def check_room(model: str, num_bytes: int, free_bytes: int) -> None:
     """Raises SystemExit unless a checkpoint of so many bytes fits on the disk, with a hundredth to spare."""
     if max(num_bytes * 1.01, _DISK_BYTES) > free_bytes:
         raise SystemExit(
-            f"a checkpoint of {model} takes {num_bytes / 1e9:.1f} GB, whatever --states says, and its disk has "
-            f"{free_bytes / 1e9:.1f} GB free; choose another --folder or a smaller --model"
+            f"a checkpoint of {model} takes {num_bytes / 1e9:.1f} GB, and its disk has {free_bytes / 1e9:.1f} GB free; "
+            "choose another --folder, a smaller --model, or --states 8bit"
         )
 
 

@@ -1152,8 +1152,13 @@ class Runtime(UseListener):
     def rows_are_on_host(self, param: int) -> bool:
         """True in a forward without gradients if the device has no value (engine/value_rows.h)."""
     def copy_rows(self, param: int, rows: Sequence[int], row_numel: int, to: int, /) -> None: ...
-    def read_checked(self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]]) -> list[int]:
-        """Reads this rank's values into memory, as ``read_ranges``; the CRC-32C of each range."""
+    def stored_type(self, param: int, kind: ArrayKind) -> StateType:
+        """Type of elements that ``read_stored`` reads."""
+
+    def read_stored(self, ranges: Sequence[tuple[int, ArrayKind, int, int, int]]) -> list[int]:
+        """Reads bytes of this rank's parts into memory: [(param, kind, begin, end, address)], all in bytes of
+        ``stored_type``; the CRC-32C of each. An 8-bit state is its codes and then its float32 scales.
+        """
 
     def read_ranges(
         self, ranges: Sequence[tuple[int, ArrayKind, int, int, int, int]], files: Sequence[tuple[int, int]], /

@@ -11,11 +11,18 @@ namespace {
 
 using RangeTuple = std::tuple<ParamId, ArrayKind, int64_t, int64_t, int, int64_t>;
 using StoredTuple = std::tuple<int, int64_t, int64_t, uintptr_t, Tier>;
+using BytesTuple = std::tuple<ParamId, ArrayKind, int64_t, int64_t, int64_t>;
 using FileTuple = std::tuple<int, int64_t>;
 
 std::vector<ValueRange> value_ranges(const std::vector<RangeTuple>& ranges) {
   std::vector<ValueRange> result;
   for (const auto& [param, kind, begin, end, file, at] : ranges) result.push_back({param, kind, begin, end, file, at});
+  return result;
+}
+
+std::vector<StoredBytes> stored_bytes(const std::vector<BytesTuple>& ranges) {
+  std::vector<StoredBytes> result;
+  for (const auto& [param, kind, begin, end, at] : ranges) result.push_back({param, kind, begin, end, at});
   return result;
 }
 
@@ -103,10 +110,14 @@ void register_runtime_values(RuntimeClass& runtime) {
           }),
           "Reads this rank's values: [(param, kind, begin, end, file or -1, offset or address)], [(descriptor, "
           "bytes)].")
-      .def("read_checked", bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<RangeTuple> ranges) {
-             return open.ranges.read_checked(value_ranges(ranges));
+      .def("stored_type", bound<Call::kInspect>(&OpenEngine::ranges, &ValueRanges::stored_type), nb::arg("param"),
+           nb::arg("kind"), "Type of elements that read_stored() reads.")
+      .def("read_stored", bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<BytesTuple> ranges) {
+             return open.ranges.read_stored(stored_bytes(ranges));
            }),
-           nb::arg("ranges"), "Reads this rank's values into memory, as read_ranges; the CRC-32C of each range.")
+           nb::arg("ranges"),
+           "Reads bytes of this rank's parts into memory: [(param, kind, begin, end, address)], all in bytes of "
+           "stored_type(); the CRC-32C of each. An 8-bit state is its codes and then its float32 scales.")
       .def("write_ranges", bound<Call::kWriteValues>(
                                +[](OpenEngine& open, std::vector<RangeTuple> ranges, std::vector<FileTuple> files) {
                                  open.ranges.write(value_ranges(ranges), range_files(files));

@@ -20,30 +20,6 @@ namespace patrickstar {
 
 namespace {
 
-constexpr int64_t kStagingBytes = int64_t{128} << 20;  // each of two pinned pieces; not measured
-constexpr int64_t kCheckedGrain = int64_t{64} << 10;   // in a core's cache between copying and the checksum
-
-uint32_t copy_checked(char* to, const char* from, int64_t num_bytes) {
-  uint32_t crc = 0;
-  for (int64_t begin = 0; begin < num_bytes; begin += kCheckedGrain) {
-    const auto count = static_cast<size_t>(std::min(kCheckedGrain, num_bytes - begin));
-    std::memcpy(to + begin, from + begin, count);
-    crc = crc32c(crc, to + begin, count);
-  }
-  return crc;
-}
-
-void write_file(int descriptor, const char* from, int64_t num_bytes, int64_t at) {
-  while (num_bytes > 0) {
-    const ssize_t done = pwrite(descriptor, from, static_cast<size_t>(num_bytes), at);
-    if (done < 0 && errno == EINTR) continue;
-    PS_CHECK(done > 0, SystemError, "cannot write shards into a file: ", std::strerror(errno));
-    from += done;
-    num_bytes -= done;
-    at += done;
-  }
-}
-
 void read_file(int descriptor, char* to, int64_t num_bytes, int64_t at) {
   while (num_bytes > 0) {
     const ssize_t done = pread(descriptor, to, static_cast<size_t>(num_bytes), at);
@@ -61,134 +37,6 @@ bool same_array(const ValueRange& one, const ValueRange& other) {
 }
 
 }  // namespace
-
-// Copies device memory to files and memory through two pinned pieces: one is filled while the other is copied on.
-class ValueRanges::Staging {
- public:
-  Staging(ValueRanges& ranges, const std::vector<RangeFile>& files, std::vector<Checked>* checked)
-      : ranges_(ranges),
-        files_(files),
-        checked_(checked),
-        backend_(ranges.memory_.backend()),
-        memory_(2 * kStagingBytes) {
-    backend_.pin(memory_.data(), memory_.num_bytes());
-  }
-  ~Staging() {
-    for (Half& half : halves_) {
-      if (half.filled != nullptr) backend_.settle(half.filled);
-    }
-    if (enqueued_ != nullptr) backend_.settle(enqueued_);
-    if (const auto unpin = backend_.unpinner()) unpin(memory_.data(), memory_.num_bytes());
-  }
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
-
-  // `from`: device memory that is complete in the order of the download queue.
-  void add(const char* from, Copy copy) {
-    while (copy.num_bytes > 0) {
-      if (half().used == kStagingBytes) turn();
-      const int64_t num_bytes = std::min(copy.num_bytes, kStagingBytes - half().used);
-      char* const to = memory_.data() + current_ * kStagingBytes + half().used;
-      backend_.copy(Queue::kDownload, to, from, num_bytes);
-      enqueued_ = backend_.record(Queue::kDownload);
-      half().copies.push_back({to, num_bytes, copy.file, copy.at});
-      half().used += num_bytes;
-      from += num_bytes;
-      copy.num_bytes -= num_bytes;
-      copy.at += num_bytes;
-    }
-  }
-  void finish() {
-    turn();
-    turn();
-  }
-
- private:
-  struct Half {
-    std::vector<Copy> copies;
-    int64_t used = 0;
-    Event filled;
-  };
-
-  Half& half() { return halves_[static_cast<size_t>(current_)]; }
-  void turn() {
-    half().filled = backend_.record(Queue::kDownload);
-    current_ = 1 - current_;
-    if (half().filled == nullptr) return;
-    backend_.synchronize(std::exchange(half().filled, nullptr));
-    ranges_.copy_out(half().copies, files_, checked_);
-    half().copies.clear();
-    half().used = 0;
-  }
-
-  ValueRanges& ranges_;
-  const std::vector<RangeFile>& files_;
-  std::vector<Checked>* const checked_;
-  Backend& backend_;
-  HostMapping memory_;
-  std::array<Half, 2> halves_;
-  Event enqueued_;
-  int64_t current_ = 0;
-};
-
-std::vector<uint32_t> ValueRanges::read_checked(const std::vector<ValueRange>& ranges) {
-  std::vector<Checked> parts;
-  read(ranges, {}, &parts);
-  std::sort(parts.begin(), parts.end(), [](const Checked& one, const Checked& other) { return one.at < other.at; });
-  std::vector<uint32_t> crcs;
-  for (const ValueRange& range : ranges) {
-    auto part = std::lower_bound(parts.begin(), parts.end(), range.at,
-                                 [](const Checked& candidate, int64_t at) { return candidate.at < at; });
-    uint32_t crc = 0;
-    const int64_t end = range.at + float_bytes(range.end - range.begin);
-    for (; part != parts.end() && part->at < end; ++part) crc = joined_crc32c(crc, part->crc, part->num_bytes);
-    crcs.push_back(crc);
-  }
-  return crcs;
-}
-
-void ValueRanges::read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files,
-                       std::vector<Checked>* checked) {
-  memory_.device().pool().parallel_for(static_cast<int64_t>(files.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const RangeFile& file = files[static_cast<size_t>(i)];
-      if (file.num_bytes == 0) continue;
-      const int failure = posix_fallocate(file.descriptor, 0, file.num_bytes);
-      PS_CHECK(failure == 0, SystemError, "no room for ", show_exactly(file.num_bytes),
-               " of shards in their folder: ", std::strerror(failure), "; free space there");
-    }
-  });
-  std::vector<Copy> copies;
-  std::unique_ptr<float[]> values;  // one part, not initialised: first touched by all threads
-  int64_t values_numel = 0;
-  std::unique_ptr<Staging> staging;
-  for (size_t i = 0; i < ranges.size(); ++i) {
-    const ValueRange& range = ranges[i];
-    const ParamShard shard = shard_of(range);
-    const ArrayId id{memory_.layout().placement(range.param).chunk, range.kind};
-    if (char* const part = readable(range)) {
-      copies.push_back(copy_of(range, part));
-    } else if (is_plain(range) && memory_.array(id).on_device) {
-      if (staging == nullptr) staging = std::make_unique<Staging>(*this, files, checked);
-      memory_.await_on_device(id);
-      memory_.backend().wait(Queue::kDownload, memory_.backend().record(Queue::kCompute));
-      const char* const from =
-          static_cast<const char*>(memory_.array(id).device_buffer.data) + float_bytes(shard.offset);
-      staging->add(from + float_bytes(range.begin - shard.begin), copy_of(range, nullptr));
-    } else {
-      if (i == 0 || !same_array(range, ranges[i - 1])) {
-        if (values_numel < shard.numel) {
-          values_numel = shard.numel;
-          values.reset(new float[static_cast<size_t>(shard.numel)]);
-        }
-        values_.read_own(range.param, range.kind, values.get());
-      }
-      copy_out({copy_of(range, reinterpret_cast<char*>(values.get()))}, files, checked);
-    }
-  }
-  if (staging != nullptr) staging->finish();
-  copy_out(copies, files, checked);
-}
 
 void ValueRanges::write(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
   std::vector<Copy> copies;
@@ -313,39 +161,6 @@ char* ValueRanges::writable_on_host(const ValueRange& range) {
 ValueRanges::Copy ValueRanges::copy_of(const ValueRange& range, char* part) const {
   char* const memory = part == nullptr ? nullptr : part + float_bytes(range.begin - shard_of(range).begin);
   return {memory, float_bytes(range.end - range.begin), range.file, range.at};
-}
-
-void ValueRanges::copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files,
-                           std::vector<Checked>* checked) {
-  // One task per file: see ValueRanges' header comment.
-  std::vector<std::vector<Copy>> tasks(files.size());
-  for (const Copy& copy : copies) {
-    if (copy.file != kInMemory) {
-      tasks[static_cast<size_t>(copy.file)].push_back(copy);
-      continue;
-    }
-    for (int64_t begin = 0; begin < copy.num_bytes; begin += kCopyGrain) {
-      tasks.push_back(
-          {{copy.memory + begin, std::min(kCopyGrain, copy.num_bytes - begin), kInMemory, copy.at + begin}});
-    }
-  }
-  std::vector<uint32_t> crcs(checked == nullptr ? 0 : tasks.size());
-  memory_.device().pool().parallel_for(static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      for (const Copy& copy : tasks[static_cast<size_t>(i)]) {
-        if (copy.file != kInMemory) {
-          write_file(files[static_cast<size_t>(copy.file)].descriptor, copy.memory, copy.num_bytes, copy.at);
-        } else if (checked != nullptr) {
-          crcs[static_cast<size_t>(i)] = copy_checked(reinterpret_cast<char*>(copy.at), copy.memory, copy.num_bytes);
-        } else {
-          std::memcpy(reinterpret_cast<void*>(copy.at), copy.memory, static_cast<size_t>(copy.num_bytes));
-        }
-      }
-    }
-  });
-  for (size_t i = files.size(); i < crcs.size(); ++i) {  // one copy to memory each
-    checked->push_back({tasks[i].front().at, tasks[i].front().num_bytes, crcs[i]});
-  }
 }
 
 void ValueRanges::copy_in(const std::vector<Copy>& copies, const std::vector<RangeFile>& files) {

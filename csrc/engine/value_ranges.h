@@ -40,6 +40,16 @@ struct StoredRange {
   Tier where;
 };
 
+// Bytes [begin, end) of this rank's part of a parameter's value or state in `ValueRanges::stored_type`. An 8-bit state
+// is its codes, followed by one float32 scale for each kStateBlock elements of the part.
+struct StoredBytes {
+  ParamId param;
+  ArrayKind kind;
+  int64_t begin;
+  int64_t end;
+  int64_t at;  // an address
+};
+
 struct RangeFile {
   int descriptor;
   int64_t num_bytes;  // required size when writing, actual size when reading
@@ -49,15 +59,16 @@ class ValueRanges {
  public:
   static constexpr int kInMemory = -1;
 
-  ValueRanges(Pager& pager, ChunkValues& values) : pager_(pager), memory_(pager.memory()), values_(values) {}
+  ValueRanges(Pager& pager, ChunkValues& values)
+      : pager_(pager), memory_(pager.memory()), values_(values), bytes_(pager) {}
 
   // Reads values out of chunks, as ChunkValues::read_own. Files are sized first, so that there is room for all. Throws
   // SystemError if a file cannot be written.
-  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files) {
-    read(ranges, files, nullptr);
-  }
-  // Reads values into memory and returns each range's CRC-32C, taken while its bytes are in the cache.
-  std::vector<uint32_t> read_checked(const std::vector<ValueRange>& ranges);
+  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
+  // Type of an array's elements in `StoredBytes`; float32 for split masters and frozen parameters.
+  StateType stored_type(ParamId param, ArrayKind kind) const;
+  // Reads bytes into memory and returns each range's CRC-32C, taken while its bytes are in the cache.
+  std::vector<uint32_t> read_stored(const std::vector<StoredBytes>& ranges);
   // Writes values into chunks, as ChunkValues::write on the chunk's resting tier. Ranges of one array must be
   // consecutive and cover this rank's part of it. Throws SystemError if a file cannot be read.
   void write(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files);
@@ -97,6 +108,7 @@ class ValueRanges {
     uint32_t crc;
   };
   class Staging;
+  class Reading;
 
   ParamShard shard_of(const ValueRange& range) const { return memory_.layout().shard_of(range.param); }
   std::vector<ArrayId> stored_arrays(ParamId param) const;
@@ -107,14 +119,15 @@ class ValueRanges {
   // readable() for writing, if the caller overwrites the whole part; null as well.
   char* writable_on_host(const ValueRange& range);
   Copy copy_of(const ValueRange& range, char* part) const;
+  static std::vector<uint32_t> crcs_of(const std::vector<StoredBytes>& ranges, std::vector<Checked> parts);
   // Adds the checksums of what is copied to memory to `checked`, unless it is null.
-  void read(const std::vector<ValueRange>& ranges, const std::vector<RangeFile>& files, std::vector<Checked>* checked);
   void copy_out(const std::vector<Copy>& copies, const std::vector<RangeFile>& files, std::vector<Checked>* checked);
   void copy_in(const std::vector<Copy>& copies, const std::vector<RangeFile>& files);
 
   Pager& pager_;
   ChunkMemory& memory_;
   ChunkValues& values_;
+  ArrayBytes bytes_;
 };
 
 }  // namespace patrickstar

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from patrickstar import _C
+from patrickstar.checkpoint.encoding import Encoding
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.safetensors_format import DTYPES, MAX_HEADER_BYTES, NAMES
 from patrickstar.checkpoint.shards import KINDS, role
 
 MANIFEST_NAME = "manifest.json"
-FORMAT, VERSION = "patrickstar checkpoint", 1
+FORMAT, VERSION = "patrickstar checkpoint", 2
+_READ_VERSIONS = (1, 2)  # version 1 has no encodings
 
 _PREFIX, _MIDDLE, _SUFFIX = b'{"crc32c":"', b'","manifest":', b"}\n"
 _CRC = re.compile(r"[0-9a-f]{8}")
@@ -53,13 +55,20 @@ class StoredShard:
     offset: int
     """Bytes from the start of the file."""
     num_bytes: int
-    """Size of the shard's elements in bytes."""
+    """Size of the shard in bytes."""
     begin: int
     """Index of the first element in the flattened tensor."""
     end: int
     """One past the last element."""
     crc32c: int
-    """CRC-32C checksum of the elements' bytes in the file."""
+    """CRC-32C checksum of the shard's bytes in the file."""
+    encoding: Encoding | None = None
+    """Form of its bytes, if they are not elements of the tensor's dtype."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     """Shape of the whole tensor, all shards together."""
     dtype: torch.dtype
-    """The dtype in which its elements are stored."""
+    """The dtype of its elements when they are read."""
     order: tuple[int, ...] | None
     """Order of dimensions in which it is flattened."""
     shards: tuple[StoredShard, ...]
@@ -131,7 +140,7 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"it is no JSON of ours: {error}") from error
         top = _fields(value, "it", {"format": str, "version": int})
-        if top["format"] != FORMAT or top["version"] != VERSION:
+        if top["format"] != FORMAT or top["version"] not in _READ_VERSIONS:
             raise CheckpointError(
                 f"its format is {top['format']!r}, version {top['version']}; this PatrickStar reads {FORMAT!r}, "
                 f"version {VERSION}: use the PatrickStar that saved it, or save again"
@@ -177,10 +186,11 @@ def _check_shards(tensor: StoredTensor) -> None:
     for shard in tensor.shards:
         if shard.begin != end or shard.end < shard.begin:
             raise CheckpointError(f"{tensor}: element {min(end, shard.begin)} is in no shard, or in two")
-        if shard.num_bytes != (shard.end - shard.begin) * tensor.dtype.itemsize:
-            raise CheckpointError(
-                f"{tensor}: {shard.end - shard.begin} elements are said to take {shard.num_bytes} bytes"
-            )
+        if shard.encoding and tensor.dtype is not torch.float32:
+            raise CheckpointError(f"{tensor}: elements of {tensor.dtype} are said to be {shard.encoding.value}")
+        needed = shard.encoding.num_bytes(shard.numel) if shard.encoding else shard.numel * tensor.dtype.itemsize
+        if shard.num_bytes != needed:
+            raise CheckpointError(f"{tensor}: {shard.numel} elements are said to take {shard.num_bytes} bytes")
         end = shard.end
     if end != tensor.numel or not tensor.shards:
         raise CheckpointError(f"{tensor}: {end} of its {tensor.numel} elements are in its shards")
@@ -282,7 +292,15 @@ def _parse_shard(value: Any, what: str) -> StoredShard:
     fields = _fields(value, f"a shard of {what}", {"file": str})
     names = {"offset": "offset", "num_bytes": "bytes", "begin": "begin", "end": "end"}
     numbers = {field: _number(fields.get(key), f"{what}: {key} of a shard") for field, key in names.items()}
-    return StoredShard(file=fields["file"], crc32c=_crc(fields.get("crc32c"), f"{what}: crc32c of a shard"), **numbers)
+    encoding = fields.get("encoding")
+    if encoding is not None and encoding not in [known.value for known in Encoding]:
+        raise CheckpointError(f"{what}: encoding {str(encoding)[:40]!r} of a shard; this PatrickStar does not know it")
+    return StoredShard(
+        file=fields["file"],
+        crc32c=_crc(fields.get("crc32c"), f"{what}: crc32c of a shard"),
+        encoding=encoding and Encoding(encoding),
+        **numbers,
+    )
 
 
 # Writing.
@@ -316,4 +334,5 @@ def _describe_shard(shard: StoredShard) -> dict[str, Any]:
         "begin": shard.begin,
         "end": shard.end,
         "crc32c": f"{shard.crc32c:08x}",
+        **({"encoding": shard.encoding.value} if shard.encoding else {}),
     }

@@ -1,6 +1,6 @@
 """Reads a checkpoint by ranges, saved by any ranks, and verifies the checksum of everything it reads.
 
-Memory, besides the sink's: one stored shard and one wanted range; for blocks, one parameter.
+Memory, besides the sink's: one stored shard, its decoded elements, and one wanted range; for blocks, one parameter.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from patrickstar import _C
 from patrickstar.checkpoint.blocks import KEY as BLOCKS
 from patrickstar.checkpoint.blocks import ComposedTensor, composed
+from patrickstar.checkpoint.encoding import Encoding
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.folder import find_checkpoint, read_small_file
 from patrickstar.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredShard, StoredTensor
@@ -44,7 +45,7 @@ class Checkpoint:
         self._files: dict[str, int] = {}
         self._last: tuple[StoredShard, torch.Tensor] | None = None
         self._composed: tuple[tuple[StoredTensor, ...], dict[str, torch.Tensor]] | None = None
-        self._shard_memory, self._range_memory = Scratch(), Scratch()
+        self._shard_memory, self._decoded_memory, self._range_memory = Scratch(), Scratch(), Scratch()
         try:
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -167,7 +168,7 @@ class Checkpoint:
                 sink.write(item, self.read(stored, item))
 
     def read(self, stored: StoredTensor, wanted: TensorRange) -> torch.Tensor:
-        """The elements of a range, in the stored dtype and the wanted order, valid until the next call.
+        """The elements of a range, in the tensor's dtype and the wanted order, valid until the next call.
 
         Raises:
             CheckpointError: they are damaged; the message names the file and the tensor.
@@ -219,8 +220,13 @@ class Checkpoint:
             crc = _C.crc32c(block, crc)
         if crc != shard.crc32c:
             raise self._damaged(stored, shard)
-        values = tensor_of(data, stored.dtype)
+        values = tensor_of(data, stored.dtype) if shard.encoding is None else self._decoded(shard.encoding, shard, data)
         self._last = (shard, values)
+        return values
+
+    def _decoded(self, encoding: Encoding, shard: StoredShard, data: memoryview) -> torch.Tensor:
+        values = tensor_of(self._decoded_memory.take(shard.numel * torch.float32.itemsize), torch.float32)
+        encoding.decode(data, values)
         return values
 
     def _damaged(self, stored: StoredTensor, shard: StoredShard) -> CheckpointError:

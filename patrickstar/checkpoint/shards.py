@@ -19,6 +19,8 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from patrickstar.checkpoint.encoding import Encoding
+
 Kind = Literal["master", "exp_avg", "exp_avg_sq", "momentum_buffer", "frozen", "managed", "buffer", "rng"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -89,13 +91,25 @@ class TensorShard(TensorRange):
     """A range that a rank holds."""
 
     read: Callable[[], torch.Tensor]
-    """Returns its elements: a one-dimensional, contiguous CPU tensor of ``dtype``, valid until the next
+    """Returns its elements: a one-dimensional, contiguous CPU tensor of :attr:`stored_dtype`, valid until the next
     shard is read.
     """
+    encoding: Encoding | None = None
+    """Form of its bytes, if they are not elements of ``dtype``."""
     copies: Sequence[ShardCopy] | None = None
     """Copies of its elements, in order, each to be released once; None: :attr:`read` returns the elements."""
     place: Any = None
-    """Where its holder keeps the elements; for the holder alone."""
+    """The array that holds the elements, all of them; for the holder alone."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the shard's bytes."""
+        return self.encoding.num_bytes(self.numel) if self.encoding else self.numel * self.dtype.itemsize
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of :attr:`read`'s result: bytes, if the shard has an encoding."""
+        return torch.uint8 if self.encoding else self.dtype
 
 
 class ShardSource(Protocol):

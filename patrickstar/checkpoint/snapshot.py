@@ -21,8 +21,9 @@ from patrickstar.checkpoint.file_stream import ALIGNMENT, LEAST_UNCOPIED_BYTES
 from patrickstar.checkpoint.memory import bytes_at
 from patrickstar.checkpoint.shards import ShardCopy, ShardSource, TensorShard
 
-_PIECE_BYTES = 64 * 2**20 - ALIGNMENT  # at most, so that pieces fit into memory of any use before
-_BATCH_BYTES = 2**30  # copied by one call of the source
+# At most, so that pieces fit into memory of any use before. A multiple of each dtype's size.
+_PIECE_BYTES = 64 * 2**20 - ALIGNMENT
+_BATCH_BYTES = 8 * 2**30  # of one call of the source, which pins 256 MiB for states on the device
 
 
 class Memory(Protocol):
@@ -37,11 +38,10 @@ class Memory(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Elements of a shard, and the address to which they are copied."""
+    """Bytes [begin, end) of a shard, and the address to which they are copied."""
 
     shard: TensorShard
     begin: int
-    """First element, counted within the shard."""
     end: int
     memory: int
     """Address of :attr:`memory_bytes` bytes that were taken for it."""
@@ -50,7 +50,7 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         """Size of its elements."""
-        return (self.end - self.begin) * self.shard.dtype.itemsize
+        return self.end - self.begin
 
     @property
     def memory_bytes(self) -> int:
@@ -68,7 +68,7 @@ class CopyableSource(ShardSource, Protocol):
     """A source that copies many shards at once."""
 
     def copy(self, pieces: Sequence[Piece]) -> list[int]:
-        """Copies the elements of pieces, which follow each other in each shard, to their addresses; returns the CRC-32C
+        """Copies the bytes of pieces, which follow each other in each shard, to their addresses; returns the CRC-32C
         of each.
         """
 
@@ -86,10 +86,9 @@ class Snapshot:
 
     def take(self, shard: TensorShard) -> list[Piece]:
         """Memory for a copy of the shard; empty: no room."""
-        most = _PIECE_BYTES // shard.dtype.itemsize
         pieces: list[Piece] = []
-        for begin in range(0, shard.numel, most):
-            piece = Piece(shard, begin, min(begin + most, shard.numel), 0, 0)
+        for begin in range(0, shard.num_bytes, _PIECE_BYTES):
+            piece = Piece(shard, begin, min(begin + _PIECE_BYTES, shard.num_bytes), 0, 0)
             address = self._memory.take(piece.memory_bytes)
             if not address:
                 for taken in pieces:
@@ -100,7 +99,7 @@ class Snapshot:
         return pieces
 
     def add(self, shard: TensorShard, pieces: Sequence[Piece], crcs: Iterable[int]) -> None:
-        """Adds a shard whose elements are in ``pieces``, of these checksums."""
+        """Adds a shard whose bytes are in ``pieces``, of these checksums."""
         copies = [
             ShardCopy(bytes_at(piece.address, piece.num_bytes), crc, functools.partial(self._give_back, piece.memory))
             for piece, crc in zip(pieces, crcs, strict=True)
@@ -139,7 +138,7 @@ def take_snapshot(
         batch: list[tuple[TensorShard, list[Piece]]] = []
         num_bytes = 0
         for (shard, pieces), offset in zip(taken, offsets([shard for shard, _ in taken]), strict=True):
-            batch.append((shard, [piece.aligned_as(offset + piece.begin * shard.dtype.itemsize) for piece in pieces]))
+            batch.append((shard, [piece.aligned_as(offset + piece.begin) for piece in pieces]))
             num_bytes += shard.num_bytes
             if num_bytes >= _BATCH_BYTES:
                 _copy(source, snapshot, batch)

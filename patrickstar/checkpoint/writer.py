@@ -20,6 +20,7 @@ from typing import Any
 
 from patrickstar import _C
 from patrickstar.checkpoint.disk import Disk, created, locked, write_all
+from patrickstar.checkpoint.encoding import Encoding
 from patrickstar.checkpoint.errors import CheckpointError
 from patrickstar.checkpoint.file_stream import FileStream
 from patrickstar.checkpoint.folder import NewFolder, check_tag
@@ -241,11 +242,12 @@ def _write_shard(stream: FileStream, shard: TensorShard) -> int:
     """Writes the shard's elements, and returns their checksum."""
     if shard.copies is None:
         values = shard.read()
-        if values.dtype != shard.dtype or values.numel() != shard.numel:
-            raise CheckpointError(
-                f"{shard}: read() gave {values.numel()} elements of {values.dtype}, not {shard.numel} of {shard.dtype}"
-            )
         data = bytes_of(values)
+        if values.dtype != shard.stored_dtype or len(data) != shard.num_bytes:
+            raise CheckpointError(
+                f"{shard}: read() gave {values.numel()} elements of {values.dtype}, not {shard.num_bytes} bytes of "
+                f"{shard.stored_dtype}"
+            )
         stream.append(data)
         return _C.crc32c(data)
     crc = 0
@@ -256,13 +258,15 @@ def _write_shard(stream: FileStream, shard: TensorShard) -> int:
 
 
 def _file_tensor(shard: TensorShard) -> FileTensor:
-    """A whole tensor gets its own name and shape, so that any safetensors reader can use it."""
+    """A whole tensor gets its own name and shape, so that any safetensors reader can use it. Encoded ones are bytes."""
     whole = shard.is_whole and is_row_major(shard.shape, shard.order)
     suffix = "" if shard.is_whole else f"[{shard.begin}:{shard.end}]"
+    suffix += f":{shard.encoding.value}" if shard.encoding else ""
+    shape = shard.shape if whole else (shard.numel,)
     return FileTensor(
         key=f"{shard.kind}/{shard.name}{suffix}",
-        dtype=shard.dtype,
-        shape=shard.shape if whole else (shard.numel,),
+        dtype=shard.stored_dtype,
+        shape=(shard.num_bytes,) if shard.encoding else shape,
         num_bytes=shard.num_bytes,
     )
 
@@ -277,6 +281,7 @@ def _describe(shard: TensorShard) -> dict[str, Any]:
         "begin": shard.begin,
         "end": shard.end,
         "num_bytes": shard.num_bytes,
+        "encoding": shard.encoding and shard.encoding.value,
     }
 
 
@@ -314,10 +319,7 @@ def _merge(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Stored
             shape=tuple(first["shape"]),
             dtype=DTYPES[first["dtype"]],
             order=None if first["order"] is None else tuple(first["order"]),
-            shards=tuple(
-                StoredShard(**{field: part[field] for field in _SHARD_FIELDS})
-                for part in sorted(parts, key=lambda part: (part["begin"], part["end"]))
-            ),
+            shards=tuple(_stored_shard(part) for part in sorted(parts, key=lambda part: (part["begin"], part["end"]))),
         )
         if tensor.key in tensors:
             raise CheckpointError(
@@ -325,6 +327,11 @@ def _merge(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Stored
             )
         tensors[tensor.key] = tensor
     return tensors
+
+
+def _stored_shard(part: Mapping[str, Any]) -> StoredShard:
+    encoding = part["encoding"] and Encoding(part["encoding"])
+    return StoredShard(**{**{field: part[field] for field in _SHARD_FIELDS}, "encoding": encoding})
 
 
 _SHARD_FIELDS = [field.name for field in dataclasses.fields(StoredShard)]

@@ -10,7 +10,7 @@ import torch
 from patrickstar import _C
 from patrickstar.config import Master, OptimizerConfig, Speculation, States, rule_of
 
-# Share of the device budget assumed for states while the activations' need is unknown. Qwen2.5-14B on one H200 has 0.54.
+# Share of the device budget assumed for states while the activations' need is unknown; 0.54 for Qwen2.5-14B on an H200.
 _STATES_SHARE = 0.55
 
 

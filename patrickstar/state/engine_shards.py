@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from patrickstar import _C
+from patrickstar.checkpoint.encoding import Encoding
 from patrickstar.checkpoint.memory import Scratch, bytes_at, bytes_of, tensor_of
 from patrickstar.checkpoint.rng import rng_states
 from patrickstar.checkpoint.shards import STATE_KINDS, Kind, TensorRange, TensorShard, is_row_major
@@ -27,8 +28,13 @@ from patrickstar.module.param_handle import ParamHandle
 from patrickstar.session.session import Session
 from patrickstar.state.parts import Frozen, Part
 
-_IN_MEMORY = -1
-"""In place of a file's index: the range lies in memory."""
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """This rank's part of a parameter's value or state in the core, all of it one shard."""
+
+    param: int
+    kind: _C.ArrayKind
 
 
 def buffer_shards(session: Session) -> Iterator[TensorShard]:
@@ -85,16 +91,32 @@ class EngineSource:
     ) -> Iterator[TensorShard]:
         if not self._sharded:
             whole = _shard(name, kind, whole_shape(param), dtype, read_whole)
-            if isinstance(param, ChunkedParameter) and _is_row_major(param._patrickstar):
-                whole = dataclasses.replace(whole, place=(param._patrickstar.id, 0))
-            yield whole
+            handle = param._patrickstar if isinstance(param, ChunkedParameter) else None
+            is_one_part = handle is not None and self._session.chunk_ranks.size == 1 and _is_row_major(handle)
+            yield self._as_stored(whole, handle) if is_one_part else whole
         elif isinstance(param, ChunkedParameter):
             held, handle = _own_range(self._session, name, kind, param, dtype), param._patrickstar
             if held.numel > 0:
                 read = functools.partial(self._read_own, handle, kind, held.numel, dtype)
-                yield TensorShard(**vars(held), read=read, place=(handle.id, held.begin - handle.whole_begin))
+                yield self._as_stored(TensorShard(**vars(held), read=read), handle)
         elif self._session.chunk_ranks.rank == 0:
             yield _shard(name, kind, param.shape, dtype, read_whole)
+
+    def _as_stored(self, shard: TensorShard, handle: ParamHandle) -> TensorShard:
+        """The shard in the form in which the core stores this rank's part. 16-bit frozen parameters are unchanged."""
+        if shard.dtype is not torch.float32:
+            return shard
+        array = _Array(handle.id, _array_of(self._session, shard.kind))
+        stored = self._session.runtime.stored_type(array.param, array.kind)
+        dtype = torch.bfloat16 if stored is _C.StateType.BFLOAT16 else torch.float32
+        shard = dataclasses.replace(shard, dtype=dtype, encoding=Encoding.of(stored), place=array)
+        return dataclasses.replace(shard, read=functools.partial(self._read_stored, shard))
+
+    def _read_stored(self, shard: TensorShard) -> torch.Tensor:
+        values = tensor_of(self._scratch.take(shard.num_bytes), shard.stored_dtype)
+        array = shard.place
+        self._session.runtime.read_stored([(array.param, array.kind, 0, shard.num_bytes, values.data_ptr())])
+        return values
 
     def copy(self, pieces: Sequence[Piece]) -> list[int]:
         """See ``CopyableSource``. Values of chunks are copied by all threads of the core."""
@@ -103,19 +125,16 @@ class EngineSource:
         last: TensorShard | None = None
         for index, piece in enumerate(pieces):
             shard = piece.shard
-            if shard.place is not None and shard.dtype == torch.float32:
-                param, first = shard.place
-                array = _array_of(self._session, shard.kind)
-                ranges.append((param, array, first + piece.begin, first + piece.end, _IN_MEMORY, piece.address))
+            if shard.place is not None:
+                ranges.append((shard.place.param, shard.place.kind, piece.begin, piece.end, piece.address))
                 places.append(index)
                 continue
             if shard is not last:
                 last, values = shard, bytes_of(shard.read())
-            begin = piece.begin * shard.dtype.itemsize
             copied = bytes_at(piece.address, piece.num_bytes)
-            copied[:] = values[begin : begin + piece.num_bytes]
+            copied[:] = values[piece.begin : piece.end]
             crcs[index] = _C.crc32c(copied)
-        for index, crc in zip(places, self._session.runtime.read_checked(ranges), strict=True):
+        for index, crc in zip(places, self._session.runtime.read_stored(ranges), strict=True):
             crcs[index] = crc
         return crcs
 

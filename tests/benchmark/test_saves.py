@@ -27,7 +27,7 @@ def test_each_save_is_a_row(tmp_path):
         ("patrickstar", "sync"), ("patrickstar", "async"), ("DCP", "sync"), ("DCP", "async"),
     ]  # fmt: skip
     for row in result["rows"]:
-        assert row["gb"] * 1e9 > result["num_bytes"] / 1.01
+        assert row["gb"] * 1e9 > result["num_bytes"][row["system"]] / 1.01
         assert 0 < row["waited"] <= row["complete"]
         assert (row["steps_during"] > 0) == (row["kind"] == "async")
     assert len(result["no_save"]) == 3 and table.count(" x") == 2

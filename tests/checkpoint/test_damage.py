@@ -165,7 +165,7 @@ def twice(manifest):
 
 HOSTILE = {
     "another format": change("format", "pickle"),
-    "a later version": change("version", 2),
+    "a later version": change("version", 3),
     "no tensors": lambda m: m.pop("tensors"),
     "tensors is a dict": change("tensors", {}),
     "a tensor is a list": change("tensors", 0, []),

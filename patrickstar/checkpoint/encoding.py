@@ -1,0 +1,38 @@
+"""Float32 elements that are stored in other bytes than their own."""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from patrickstar import _C
+
+
+class Encoding(enum.Enum):
+    """Moments of 8 bits: their codes, then one float32 scale for each 256 elements, as little-endian bytes.
+
+    A signed code c is ``dynamic_map(c) * scale``, with the maps of 8-bit optimizers (Dettmers et al. 2021).
+    """
+
+    SIGNED8 = "signed8"
+    UNSIGNED8 = "unsigned8"
+
+    @classmethod
+    def of(cls, type_: _C.StateType) -> Encoding | None:
+        """The encoding of an engine's array; None: its elements have a dtype."""
+        return {_C.StateType.SIGNED8: cls.SIGNED8, _C.StateType.UNSIGNED8: cls.UNSIGNED8}.get(type_)
+
+    def num_bytes(self, numel: int) -> int:
+        """Size of so many elements in bytes."""
+        return numel + -(-numel // _C.optim.STATE_BLOCK) * torch.float32.itemsize
+
+    def decode(self, data: memoryview, values: torch.Tensor) -> None:
+        """Writes the elements to ``values``, in float32."""
+        if values.numel() == 0:
+            return
+        codes = torch.frombuffer(data, dtype=torch.uint8)
+        scales = codes[values.numel() :].clone()  # aligned
+        type_ = {Encoding.SIGNED8: _C.StateType.SIGNED8, Encoding.UNSIGNED8: _C.StateType.UNSIGNED8}[self]
+        state = _C.optim.StateArray(codes.data_ptr(), type_, scales.data_ptr())
+        _C.optim.expand_state(_C.optim.isa(), state, values.data_ptr(), values.numel())
