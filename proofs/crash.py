@@ -30,7 +30,7 @@ from proofs.cases import Case, Planted, Points, Proof, Setting, replaced
 from proofs.faulty_calls import EVERY, SOURCE, Fault, How, failing
 from proofs.power_cuts import check_folder, power_cuts, power_cuts_beside_training, template
 from proofs.preloaded import preload
-from proofs.training import Run, config, files
+from proofs.training import files, in_8_bits
 from tests.checkpoint import test_crashes as model
 from tests.checkpoint.ranks import HeldSource
 
@@ -115,7 +115,7 @@ def random_instants(setting: Setting) -> Points:
     """Points: instants of training that saves beside training, every third time under one tag again."""
     path, reference, chooser = setting.folder / "saves", setting.folder / "reference", random.Random(setting.seed)
     expected: dict[int, dict[str, bytes]] = {}
-    truth = Run(config(device_memory=110_000))
+    truth = in_8_bits()
 
     def expected_files(step: int) -> dict[str, bytes]:
         while step not in expected:
@@ -160,7 +160,7 @@ STEPS_PER_LIFE = 24
 
 def train_and_save(path: Path) -> None:
     """Resumes and trains until the process is killed."""
-    run = Run(config(device_memory=110_000))
+    run = in_8_bits()
     step = 0
     if latest_tag(path) is not None:
         _, state = run.engine.load_checkpoint(path)

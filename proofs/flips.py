@@ -23,7 +23,7 @@ from proofs.cases import Case, Planted, Points, Proof, Setting, replaced
 from proofs.faulty_calls import SOURCE, Calls, Fault, How, failing
 from proofs.planted_io import AlwaysRight
 from proofs.preloaded import preload
-from proofs.training import Run, config, on_disk, trained
+from proofs.training import Run, in_8_bits, on_disk, trained
 from tests.bits import first_difference
 from tests.checkpoint import test_damage
 from tests.checkpoint.ranks import HeldSource
@@ -66,7 +66,7 @@ def named(path: Path, position_of: str, said: str) -> str | None:
 
 def engines(path: Path) -> Path:
     """The checkpoint of an engine."""
-    run = Run(config())
+    run = in_8_bits()
     run.steps(0, 1)
     saved = run.engine.save_checkpoint(path, "t", {"epoch": 1})
     run.close()
@@ -108,7 +108,7 @@ def verified(saved: Callable[[Path], Path], change: Change) -> Callable[[Setting
 
 def loaded(setting: Setting) -> Points:
     """Points: changed bytes of a checkpoint that an engine loads; the engine trains no more until it has loaded one."""
-    run, chooser = Run(config(device_memory=110_000)), random.Random(setting.seed)
+    run, chooser = in_8_bits(), random.Random(setting.seed)
     run.steps(0, 1)
     path = run.engine.save_checkpoint(setting.folder, "t")
     expected = run.state()

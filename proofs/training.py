@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable
@@ -21,6 +22,13 @@ def config(*, on_device: bool = False, speculation: str = "auto", **more: Any) -
     params = {"lr": 2e-3, "weight_decay": 0.01, "use_hybrid_adam": on_device}
     optimizer = {"type": "AdamW", "params": params, "speculation": speculation}
     return {"optimizer": optimizer, "default_chunk_size": 2048, "bf16": {"enabled": True}, **more}
+
+
+def in_8_bits() -> Run:
+    """A run with moments in 8 bits, of which the device has no room for all chunks."""
+    options = config(device_memory=300_000)
+    options["optimizer"]["states"] = "8bit"
+    return Run(options, functools.partial(Net, 64))  # smaller matrices keep float32
 
 
 def on_disk(folder: Path, io: str = "threads") -> dict[str, Any]:

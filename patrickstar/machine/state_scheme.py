@@ -10,8 +10,9 @@ import torch
 from patrickstar import _C
 from patrickstar.config import Master, OptimizerConfig, Speculation, States, rule_of
 
-# Share of the device budget assumed for states while the activations' need is unknown; 0.54 for Qwen2.5-14B on an H200.
-_STATES_SHARE = 0.55
+# Share of the device budget assumed for states while the activations' need is unknown. Chosen by planned steps of 39
+# cases on one H200 (docs/log.md).
+_STATES_SHARE = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +103,14 @@ def may_put_values_in_place(layout: _C.Layout, optimizer: OptimizerConfig) -> bo
 
 
 def lacks_room_ahead(layout: _C.Layout, *, device_bytes: int, host_bytes: int) -> bool:
-    """True if the host's part of the chunks leaves no room for new parameters, with :data:`_STATES_SHARE` of the device
-    full of states.
-    """
+    """True if the host's part of the chunks leaves no room for new parameters."""
+    return room_ahead_bytes(layout, device_bytes) > host_bytes
+
+
+def room_ahead_bytes(layout: _C.Layout, device_bytes: int) -> int:
+    """Host bytes of chunks with new parameters beside old ones, if :data:`_STATES_SHARE` of the device holds states."""
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     resting_tier = sum(chunk["resting_tier_bytes"] for chunk in chunks)
     values = sum(chunk["param_bytes"] for chunk in chunks if chunk["trainable"])
     on_host = max(resting_tier - int(_STATES_SHARE * device_bytes), 0)
-    return on_host + values * on_host // max(resting_tier, 1) + _C.reserved_gradient_bytes(layout) > host_bytes
+    return on_host + values * on_host // max(resting_tier, 1) + _C.reserved_gradient_bytes(layout)

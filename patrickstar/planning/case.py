@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from patrickstar import _C
 from patrickstar.activations.activation_rules import Saved
 from patrickstar.planning.predicted_step import Prediction
 from patrickstar.planning.setting import Setting
@@ -55,6 +56,11 @@ class Case:
     """Computes :attr:`clipped_step`."""
     find_least_device: Callable[[], int] = dataclasses.field(repr=False, compare=False)
     """Computes :attr:`least_device_bytes`."""
+
+    @property
+    def is_hidden(self) -> bool:
+        """True if computation hides transfers and updates, within the simulator's tolerance."""
+        return self.step.seconds <= (1 + _C.PREDICTION_TOLERANCE) * self.step.compute_seconds
 
     @functools.cached_property
     def least_device_bytes(self) -> int:

@@ -76,6 +76,11 @@ def _between(length: int, low: int, at_low: float, high: int, at_high: float) ->
     return at_low + min(max(share, 0.0), 1.0) * (at_high - at_low)
 
 
+# Times of passes with new parameters in place of old ones, relative to those beside them
+# (benchmark/results/cpu-adam-in-place.txt; one H200's steps fit: h200-values-in-place.txt).
+_PUT_BETWEEN, _BEHIND = 1.38, 1.23
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
     """A GPU and its share of a host: own cores, shared host memory (cluster.py)."""
@@ -154,9 +159,13 @@ class Machine:
             host_bytes=sum(count * cost.traffic_bytes for count, cost in host) / numel,
         )
 
-    def phase_one(self, scale: _C.ExpectedScale) -> float:
-        """Time of phase one of a two-phase update that expects ``scale``, relative to a whole update."""
-        return self.between_pass if scale == _C.ExpectedScale.BETWEEN else self.param_pass
+    def passes(self, scale: _C.ExpectedScale, layout: _C.Layout) -> tuple[float, float]:
+        """Times of both phases of a two-phase update that expects ``scale``, relative to a whole update."""
+        in_place = _C.puts_values_in_place(layout)
+        states = self.states_pass * (_BEHIND if in_place else 1.0)
+        if scale == _C.ExpectedScale.BETWEEN:
+            return self.between_pass * (_PUT_BETWEEN if in_place else 1.0), states
+        return self.param_pass, states
 
     def rates(self, updates: UpdateRates | None = None) -> _C.Rates:
         """Returns these figures as the simulator's rates (csrc/plan/simulator.h), without collectives. ``updates``:

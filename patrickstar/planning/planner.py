@@ -4,6 +4,7 @@ and layouts are shared between them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -22,7 +23,7 @@ from patrickstar.planning.prediction import Predictor
 from patrickstar.planning.question import DTYPES, Question
 from patrickstar.planning.recomputation import choose_roughly, choose_rung
 from patrickstar.planning.setting import DoesNotFitError, Setting
-from patrickstar.planning.shortest_step import ShortestStep, shortest_cases
+from patrickstar.planning.shortest_step import ShortestStep, host_bytes_for_values_in_place, shortest_cases
 from patrickstar.planning.step_uses import StepUses
 from patrickstar.planning.uses import trace_uses
 from patrickstar.sequence.choice import Choice
@@ -153,6 +154,17 @@ class _Trace:
     """Elements of parameters that the step does not use."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trial:
+    """A layout, the case of an engine with all of the budgets, and a case that may have a shorter step."""
+
+    size: int
+    """Elements in a chunk."""
+    predictor: Predictor
+    usual: Case
+    case: Case
+
+
 class Planner:
     """Answers questions; caches traces, predictors and answers."""
 
@@ -195,34 +207,33 @@ class Planner:
     def _answer(self, question: Question, effort: _Effort) -> Answer:
         workload = question.workload
         trace = self._trace(question)
-        cases, refusals = [], []
-        predictors = {}
+        trials, refusals = [], []
         for size in self._sizes(question, trace):
             predictor = self._predictor(question, trace, size)
-            predictors[predictor.layout.chunk_numel] = predictor
             try:
-                cases.append(predictor.predict(question.setting))
+                usual = predictor.predict(question.setting)
+                trials.append(_Trial(size, predictor, usual, usual))
             except DoesNotFitError as refusal:
                 refusals.append(refusal)
-        if not cases:
+        if not trials:
             raise refusals[0]
-        usual = {case.chunk_numel: case for case in cases}
-        by_step = sorted(cases, key=lambda case: case.step.seconds)
-        searched = {case.chunk_numel for case in by_step[: effort.num_searched]}
-        cases = [
-            ShortestStep(predictors[case.chunk_numel]).choose(case) if case.chunk_numel in searched else case
-            for case in cases
+        by_step = sorted(trials, key=lambda trial: trial.case.step.seconds)
+        trials = [
+            self._searched(question, trace, trial) if trial in by_step[: effort.num_searched] else trial
+            for trial in trials
         ]
+        cases = [trial.case for trial in trials]
         flops = trace.model.model_flops(workload.batch, workload.length) * question.setting.accumulation
         division = trace.model.division
         # The least waste among steps that are equally short within the simulator's tolerance.
         chosen = min(shortest_cases(cases), key=lambda case: case.waste_bytes)
         all_recomputed = None
-        predictor = predictors[chosen.chunk_numel]
+        trial = next(trial for trial in trials if trial.case is chosen)
+        predictor = trial.predictor
         may_save = question.setting.recompute is Recompute.AUTO and predictor.recomputations.top > 0
         if may_save and may_pay(chosen):
             all_recomputed = chosen.step
-            bases = {case.setting: case for case in (chosen, usual[chosen.chunk_numel])}
+            bases = {case.setting: case for case in (chosen, trial.usual)}
             chosen = shortest_cases([*shortest_recomputation(predictor, bases.values(), effort.choose), chosen])[0]
         return Answer(
             question=question,
@@ -239,6 +250,21 @@ class Planner:
             attention=None if division is None else division.choice,
             exchanged=trace.exchanged,
         )
+
+    def _searched(self, question: Question, trace: _Trace, trial: _Trial) -> _Trial:
+        """Returns the trial with the shortest step: with its layout, or with that of an engine with less host memory
+        (:func:`choose_layout`).
+        """
+        found = [dataclasses.replace(trial, case=ShortestStep(trial.predictor).choose(trial.usual))]
+        less = host_bytes_for_values_in_place(trial.predictor.layout, question.setting)
+        if less is not None and not trial.usual.is_hidden:
+            setting = dataclasses.replace(question.setting, host_bytes=less)
+            other = self._predictor(dataclasses.replace(question, setting=setting), trace, trial.size)
+            with contextlib.suppress(DoesNotFitError):
+                usual = other.predict(setting)
+                found.append(_Trial(trial.size, other, usual, ShortestStep(other).choose(usual)))
+        shortest = shortest_cases([trial.case for trial in found])[0]
+        return next(trial for trial in found if trial.case is shortest)
 
     def refusal(self, question: Question) -> DoesNotFitError | None:
         """Returns the refusal, or None if the model fits; faster than an answer.

@@ -110,7 +110,7 @@ class Predictor:
 
             def choose(rates: _C.Rates) -> Plan:
                 start = setting.update_start
-                rates.param_pass = self._machine.phase_one(scale)
+                rates.param_pass, rates.states_pass = self._machine.passes(scale, layout)
                 rates.host_adam_params_per_second /= slowdown
                 return choose_plan(layout, timed, on_device, on_disk, budget, updates, start, bound(rates))
 

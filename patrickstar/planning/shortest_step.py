@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from patrickstar import _C
-from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place
+from patrickstar.machine.state_scheme import lacks_room_ahead, may_put_values_in_place, room_ahead_bytes
 from patrickstar.planning.case import Case
 from patrickstar.planning.placing import device_budget
 from patrickstar.planning.prediction import Predictor
@@ -22,12 +22,24 @@ _STATE_COUNTS = (*range(9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 
 _PATIENCE = 2
 _SHARES_WHOLE = (0.0, 0.25, 0.5, 0.75)
 _HALVINGS = 12
+_GRAIN_BYTES = 2**28  # of a budget that is written into a configuration
 
 
 def shortest_cases(cases: Sequence[Case]) -> list[Case]:
     """Returns the cases whose predicted steps are within the simulator's tolerance of the shortest."""
     longest = min(case.step.seconds for case in cases) * (1 + _C.PREDICTION_TOLERANCE)
     return [case for case in cases if case.step.seconds <= longest]
+
+
+def host_bytes_for_values_in_place(layout: _C.Layout, setting: Setting) -> int | None:
+    """The most host memory with which an engine puts new parameters in place of old ones; None: not with less."""
+    if _C.puts_values_in_place(layout) or not may_put_values_in_place(layout, setting.optimizer_config()):
+        return None
+    if not setting.updates_take_memory or setting.disk_bytes or not setting.hybrid_adam:
+        return None
+    num_bytes = room_ahead_bytes(layout, setting.device_bytes) - 1
+    num_bytes -= num_bytes % (_GRAIN_BYTES if num_bytes >= 64 * _GRAIN_BYTES else 1)
+    return num_bytes if 0 < num_bytes < setting.host_bytes else None
 
 
 class ShortestStep:
@@ -46,9 +58,8 @@ class ShortestStep:
         GPU take time that the host would hide. The search therefore also tries less ``host_memory`` and a lower
         ``margin_use_ratio``.
         """
-        cases, setting, step = [usual], usual.setting, usual.step
-        is_hidden = step.seconds <= (1 + _C.PREDICTION_TOLERANCE) * step.compute_seconds
-        if setting.hybrid_adam and not is_hidden:
+        cases, setting = [usual], usual.setting
+        if setting.hybrid_adam and not usual.is_hidden:
             count_now, most = self._state_counts(setting)
             fewer = (self._with_fewer(setting, count) for count in reversed(_STATE_COUNTS) if count < count_now)
             more = (

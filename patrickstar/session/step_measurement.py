@@ -44,7 +44,7 @@ def measured_step(
     chunks = [layout.chunk(index) for index in range(layout.num_chunks)]
     updates = _measured_host().update_rates(costs_of_chunks(chunks, rule))
     rates.host_adam_params_per_second = _BESIDE_A_STEP * updates.host_params_per_second
-    rates.param_pass, rates.states_pass = H200.phase_one(scale), H200.states_pass
+    rates.param_pass, rates.states_pass = H200.passes(scale, layout)
     rates.device_adam_params_per_second = updates.device_params_per_second
     calls = measurement.finish(stalls)
     numels = [_numel_read(access, chunks) for access in accesses]

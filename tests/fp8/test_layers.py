@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from patrickstar.activations.selective_recomputation import keep_products
 from patrickstar.choices import Fp8Recipe
 from patrickstar.config import Fp8Config
-from patrickstar.fp8 import casting
+from patrickstar.fp8 import casting, support
 from patrickstar.module import fp8_layers
 from patrickstar.module.fp8_layers import Fp8Layers, check_fp8
 from patrickstar.runtime import initialize_engine
@@ -356,6 +356,24 @@ def test_closing_leaves_the_users_model():
 def test_refusals(config, text):
     with pytest.raises(ValueError, match=text):
         initialize_engine(llama, 0, config)
+
+
+@pytest.mark.parametrize("product", ["fails", "differs"])
+def test_products_that_fail_or_differ_are_refused_with_other_recipes(monkeypatch, product):
+    def difference(device, recipe):
+        if product == "fails":
+            raise RuntimeError("no such kernel\nmore lines")
+        return 0.25
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    monkeypatch.setattr(support, "_difference", difference)
+    match = {
+        "fails": r"does not compute on NVIDIA L4 \(no such kernel\)",
+        "differs": "on NVIDIA L4 .* differ .* by 0.25",
+    }
+    with pytest.raises(ValueError, match=f'fp8.recipe is "block".*{match[product]}.*give "rowwise" or "tensorwise"'):
+        check_fp8(llama(), Fp8Config(recipe=Fp8Recipe.BLOCK), torch.device("cuda"))
 
 
 def test_gpus_that_cannot_are_refused_with_the_reason(monkeypatch):

@@ -36,7 +36,7 @@ def has_values_in_place(device_gib, host_gib):
 
 @pytest.mark.parametrize(
     ("device_gib", "host_gib", "in_place"),
-    [(138, 126, True), (138, 160, False), (78, 160, True), (78, 200, False), (0, 250, False)],
+    [(138, 126, True), (138, 180, False), (78, 160, True), (78, 200, False), (0, 250, False)],
 )
 def test_new_parameters_replace_old_ones_where_both_find_no_room(device_gib, host_gib, in_place):
     assert has_values_in_place(device_gib, host_gib) is in_place
