@@ -12,7 +12,7 @@ from patrickstar import _C
 class Encoding(enum.Enum):
     """Moments of 8 bits: their codes, then one float32 scale for each 256 elements, as little-endian bytes.
 
-    A signed code c is ``dynamic_map(c) * scale``, with the maps of 8-bit optimizers (Dettmers et al. 2021).
+    An element is its code's entry in the signed or unsigned dynamic map (Dettmers et al. 2021) times its block's scale.
     """
 
     SIGNED8 = "signed8"

@@ -104,7 +104,7 @@ class TensorShard(TensorRange):
     @property
     def num_bytes(self) -> int:
         """Size of the shard's bytes."""
-        return self.encoding.num_bytes(self.numel) if self.encoding else self.numel * self.dtype.itemsize
+        return self.encoding.num_bytes(self.numel) if self.encoding else super().num_bytes
 
     @property
     def stored_dtype(self) -> torch.dtype:

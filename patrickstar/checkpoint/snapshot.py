@@ -49,7 +49,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its elements."""
+        """Number of its bytes."""
         return self.end - self.begin
 
     @property

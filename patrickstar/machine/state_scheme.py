@@ -10,7 +10,7 @@ import torch
 from patrickstar import _C
 from patrickstar.config import Master, OptimizerConfig, Speculation, States, rule_of
 
-# Share of the device budget assumed for states while the activations' need is unknown. Chosen by planned steps of 39
+# Share of the device budget assumed for states while the activations' need is unknown. Chosen by planned steps of 40
 # cases on one H200 (docs/log.md).
 _STATES_SHARE = 0.3
 

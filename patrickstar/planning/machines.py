@@ -77,7 +77,7 @@ def _between(length: int, low: int, at_low: float, high: int, at_high: float) ->
 
 
 # Times of passes with new parameters in place of old ones, relative to those beside them
-# (benchmark/results/cpu-adam-in-place.txt; one H200's steps fit: h200-values-in-place.txt).
+# (benchmark/results/cpu-adam-in-place.txt).
 _PUT_BETWEEN, _BEHIND = 1.38, 1.23
 
 
