@@ -10,8 +10,8 @@ from patrickstar.planning import planner, prediction, uses
 QUESTIONS = {  # question: at most so many traces, layers in all of them, and simulated choices of a plan
     "--model meta-llama/Llama-3.1-8B-Instruct --gpu 4090 --host-memory 64GiB": (1, 4, 60),
     "--model llama-3.2-1b --gpu t4 --precision fp16 --host-memory 24GiB": (3, 12, 75),
-    "--model llama-3.1-8b --gpu rtx4090 --host-memory 128GiB": (3, 12, 40),
-    "--model Qwen/Qwen2.5-14B --gpu a100-80 --host-memory 256GiB": (3, 12, 40),
+    "--model llama-3.1-8b --gpu rtx4090 --host-memory 128GiB": (3, 12, 45),
+    "--model Qwen/Qwen2.5-14B --gpu a100-80 --host-memory 256GiB": (3, 12, 45),
 }
 
 
