@@ -80,7 +80,9 @@ def write(
         "planted": found,
     }
     file = folder / f"{proof.name}.json"
-    text = json.dumps(result, indent=1).replace(f"{ROOT}/", "")  # of tracebacks
+    text = json.dumps(result, indent=1)
+    for folder in (ROOT, sys.base_prefix):  # of tracebacks
+        text = text.replace(f"{folder}/", "")
     file.write_text(text + "\n")
     return file
 

@@ -20,7 +20,7 @@ std::vector<ValueRange> value_ranges(const std::vector<RangeTuple>& ranges) {
   return result;
 }
 
-std::vector<StoredBytes> stored_bytes(const std::vector<BytesTuple>& ranges) {
+std::vector<StoredBytes> byte_ranges(const std::vector<BytesTuple>& ranges) {
   std::vector<StoredBytes> result;
   for (const auto& [param, kind, begin, end, at] : ranges) result.push_back({param, kind, begin, end, at});
   return result;
@@ -113,7 +113,7 @@ void register_runtime_values(RuntimeClass& runtime) {
       .def("stored_type", bound<Call::kInspect>(&OpenEngine::ranges, &ValueRanges::stored_type), nb::arg("param"),
            nb::arg("kind"), "Type of elements that read_stored() reads.")
       .def("read_stored", bound<Call::kReadValues>(+[](OpenEngine& open, std::vector<BytesTuple> ranges) {
-             return open.ranges.read_stored(stored_bytes(ranges));
+             return open.ranges.read_stored(byte_ranges(ranges));
            }),
            nb::arg("ranges"),
            "Reads bytes of this rank's parts into memory: [(param, kind, begin, end, address)], all in bytes of "

@@ -1,10 +1,8 @@
 #include "engine/value_ranges.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -12,9 +10,7 @@
 #include <utility>
 
 #include "common/check.h"
-#include "common/crc32c.h"
 #include "common/sizes.h"
-#include "memory/host_mapping.h"
 
 namespace patrickstar {
 

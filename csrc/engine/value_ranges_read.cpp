@@ -20,6 +20,7 @@ namespace patrickstar {
 namespace {
 
 constexpr int64_t kStagingBytes = int64_t{128} << 20;  // each of two pinned pieces; not measured
+constexpr int64_t kPieceBytes = int64_t{1} << 20;      // read at a time from elsewhere; not measured
 constexpr int64_t kCheckedGrain = int64_t{64} << 10;   // in a core's cache between copying and the checksum
 
 uint32_t copy_checked(char* to, const char* from, int64_t num_bytes) {
@@ -139,9 +140,9 @@ class ValueRanges::Reading {
 
   void add_stored(ArrayId id, int64_t offset, Copy copy) {
     if (add_part(id, offset, copy)) return;
-    std::vector<char> piece(static_cast<size_t>(std::min(kPieceNumel, copy.num_bytes)));
-    for (int64_t done = 0; done < copy.num_bytes; done += kPieceNumel) {
-      const int64_t num_bytes = std::min(kPieceNumel, copy.num_bytes - done);
+    std::vector<char> piece(static_cast<size_t>(std::min(kPieceBytes, copy.num_bytes)));
+    for (int64_t done = 0; done < copy.num_bytes; done += kPieceBytes) {
+      const int64_t num_bytes = std::min(kPieceBytes, copy.num_bytes - done);
       ranges_.bytes_.read(id, offset + done, piece.data(), num_bytes);
       copy_now(piece.data(), {nullptr, num_bytes, copy.file, copy.at + done});
     }

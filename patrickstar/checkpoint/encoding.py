@@ -21,7 +21,7 @@ class Encoding(enum.Enum):
     @classmethod
     def of(cls, type_: _C.StateType) -> Encoding | None:
         """The encoding of an engine's array; None: its elements have a dtype."""
-        return {_C.StateType.SIGNED8: cls.SIGNED8, _C.StateType.UNSIGNED8: cls.UNSIGNED8}.get(type_)
+        return next((encoding for encoding, stored in _TYPES.items() if stored == type_), None)
 
     def num_bytes(self, numel: int) -> int:
         """Size of so many elements in bytes."""
@@ -33,6 +33,8 @@ class Encoding(enum.Enum):
             return
         codes = torch.frombuffer(data, dtype=torch.uint8)
         scales = codes[values.numel() :].clone()  # aligned
-        type_ = {Encoding.SIGNED8: _C.StateType.SIGNED8, Encoding.UNSIGNED8: _C.StateType.UNSIGNED8}[self]
-        state = _C.optim.StateArray(codes.data_ptr(), type_, scales.data_ptr())
+        state = _C.optim.StateArray(codes.data_ptr(), _TYPES[self], scales.data_ptr())
         _C.optim.expand_state(_C.optim.isa(), state, values.data_ptr(), values.numel())
+
+
+_TYPES = {Encoding.SIGNED8: _C.StateType.SIGNED8, Encoding.UNSIGNED8: _C.StateType.UNSIGNED8}

@@ -220,12 +220,15 @@ class Checkpoint:
             crc = _C.crc32c(block, crc)
         if crc != shard.crc32c:
             raise self._damaged(stored, shard)
-        values = tensor_of(data, stored.dtype) if shard.encoding is None else self._decoded(shard.encoding, shard, data)
+        if shard.encoding is None:
+            values = tensor_of(data, stored.dtype)
+        else:
+            values = self._decoded(shard.encoding, data, shard.numel)
         self._last = (shard, values)
         return values
 
-    def _decoded(self, encoding: Encoding, shard: StoredShard, data: memoryview) -> torch.Tensor:
-        values = tensor_of(self._decoded_memory.take(shard.numel * torch.float32.itemsize), torch.float32)
+    def _decoded(self, encoding: Encoding, data: memoryview, numel: int) -> torch.Tensor:
+        values = tensor_of(self._decoded_memory.take(numel * torch.float32.itemsize), torch.float32)
         encoding.decode(data, values)
         return values
 

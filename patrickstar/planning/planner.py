@@ -362,8 +362,8 @@ class Planner:
         layout = choose_layout(
             lambda scheme: make_layout(trace.params, size, cluster.chunk_ranks, scheme=scheme),
             optimizer,
-            updates_begin_early=setting.updates_take_memory and not setting.disk_bytes,
-            device_bytes=setting.device_bytes if setting.hybrid_adam else 0,
+            updates_begin_early=setting.may_put_values_in_place,
+            device_bytes=setting.state_device_bytes,
             host_bytes=setting.host_bytes,
         )
         in_place = _C.puts_values_in_place(layout)

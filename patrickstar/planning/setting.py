@@ -72,6 +72,16 @@ class Setting:
         """True if host updates start during backward, beside the old values."""
         return self.update_start == _C.UpdateStart.SPECULATIVE
 
+    @property
+    def may_put_values_in_place(self) -> bool:
+        """True if updates may begin before the norm is known and replace the old values (``choose_layout``)."""
+        return self.updates_take_memory and not self.disk_bytes
+
+    @property
+    def state_device_bytes(self) -> int:
+        """Device bytes of which states may take a part."""
+        return self.device_bytes if self.hybrid_adam else 0
+
 
 class DoesNotFitError(_C.MemoryBudgetError):
     """A model exceeds the budgets; the message says by how much."""

@@ -33,11 +33,11 @@ def shortest_cases(cases: Sequence[Case]) -> list[Case]:
 
 def host_bytes_for_values_in_place(layout: _C.Layout, setting: Setting) -> int | None:
     """The most host memory with which an engine puts new parameters in place of old ones; None: not with less."""
-    if _C.puts_values_in_place(layout) or not may_put_values_in_place(layout, setting.optimizer_config()):
+    if _C.puts_values_in_place(layout) or not setting.may_put_values_in_place:
         return None
-    if not setting.updates_take_memory or setting.disk_bytes or not setting.hybrid_adam:
+    if not may_put_values_in_place(layout, setting.optimizer_config()):
         return None
-    num_bytes = room_ahead_bytes(layout, setting.device_bytes) - 1
+    num_bytes = room_ahead_bytes(layout, setting.state_device_bytes) - 1
     num_bytes -= num_bytes % (_GRAIN_BYTES if num_bytes >= 64 * _GRAIN_BYTES else 1)
     return num_bytes if 0 < num_bytes < setting.host_bytes else None
 
@@ -79,7 +79,7 @@ class ShortestStep:
             return False
         if _C.puts_values_in_place(layout) or not may_put_values_in_place(layout, setting.optimizer_config()):
             return True
-        return not lacks_room_ahead(layout, device_bytes=setting.device_bytes, host_bytes=setting.host_bytes)
+        return not lacks_room_ahead(layout, device_bytes=setting.state_device_bytes, host_bytes=setting.host_bytes)
 
     def _descend(self, settings: Iterable[Setting | None], begin: Case, patience: int) -> list[Case]:
         """Returns the cases of ``settings`` in order, skipping None, until ``patience`` cases in a row give no shorter
